@@ -90,7 +90,7 @@ STRATEGIES = {
 }
 
 #: Models and data of ``bench`` and ``advise``.
-WORKLOADS = ("mlp_1m", "mlp_25m", "gpt_3m", "gpt_10m", "gpt_50m", "byte_lm")
+WORKLOADS = ("mlp_1m", "mlp_25m", "gpt_3m", "gpt_10m", "gpt_50m", "gpt_124m", "byte_lm")
 MODEL_FORMS = "'package.module:Model', 'package.module:Model,package.module:DataModule' or a config file 'config.yaml'"
 
 
@@ -222,7 +222,7 @@ class Doctor(_OnCluster):
 
     Look at versions, devices and interfaces, and train ten steps of each strategy on a small model: every step is
     checked for lost gradient and for replicas that differ. Started with torchrun or srun it examines that cluster; else
-    this machine, with two ranks on the CPU, one on each CUDA device, and two on one device. The exit status is 1 if
+    this machine, with two ranks on the CPU, one on each CUDA device, and several on one device. The exit status is 1 if
     anything is wrong.
     """
 

@@ -1,5 +1,6 @@
 """The averager put on a DistributedDataParallel: what the strategies share, and plain PyTorch can use."""
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -141,7 +142,8 @@ class SparseHook:
         self._register(ddp, self._tuning.active)
         self._ddp = weakref.ref(ddp)
         ddp.join_hook = self._join_hook  # type: ignore[method-assign]
-        weakref.finalize(self, _end, self._tuning.active, groups).atexit = False  # for who drops it without close()
+        dropped = weakref.finalize(self, _end, self._tuning.active, groups, by_all=False)  # without close()
+        dropped.atexit = False
         members = str(groups.members) if groups.local_size > 1 else f"{self.averager.size} {self._members}"
         rank_zero_info(
             f"lightning_sparse: {brief(options.compressor)} averages {sum(g.elements for g in self.averager.groups):,} "
@@ -314,11 +316,13 @@ class SparseHook:
     def close(self) -> None:
         """End the issuing threads and process groups.  ``ddp`` must not be trained any more.  What is unsent is kept.
 
+        To be called on every rank; where an exception is being handled, to which other ranks may not have come, process
+        groups over NCCL stay until the process ends.
         Let ``ddp`` go out of scope before ``dist.destroy_process_group()``; the other way round PyTorch may hang.
         """
         for handle in self._handles:
             handle.remove()
-        _end(self._tuning.active, self._groups)
+        _end(self._tuning.active, self._groups, by_all=sys.exc_info()[0] is None)
         self._warn_if_nothing_is_saved()
 
 
@@ -338,7 +342,7 @@ def warning_if_nothing_saved(averager: Averager) -> str:
     )
 
 
-def _end(active: ActiveAverager, process_groups: ProcessGroups) -> None:
+def _end(active: ActiveAverager, process_groups: ProcessGroups, by_all: bool) -> None:
     """End both.  Process groups with a message under way stay: to destroy one waits for its messages."""
     if active.close():
-        process_groups.close()
+        process_groups.close(by_all)

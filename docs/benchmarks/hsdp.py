@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 
 import lightning_sparse as ls
 from lightning_sparse.bench.cluster import INTERFACE, Cluster
-from lightning_sparse.bench.compare.workloads import CONTEXT, ByteGPT, byte_lm, held_out, schedule
+from lightning_sparse.bench.compare.workloads import CONTEXT, GPT, byte_lm, held_out, schedule
 from lightning_sparse.sharded.model import ShardedModel
 from lightning_sparse.sharded_hook import ShardedHook, options_of
 
@@ -57,7 +57,7 @@ RATE = 4e-3  # largest learning rate of byte_lm, the best of all ways in simulat
 class Training:
     """One way of training a model."""
 
-    def __init__(self, way: tuple | None, model: ByteGPT, rate: float) -> None:
+    def __init__(self, way: tuple | None, model: GPT, rate: float) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         self.model, self.steps, self.loss = model, 0, math.inf
         on = mesh if way is None else mesh["shard"]
@@ -112,7 +112,7 @@ class Training:
         self.loss = float(known[0] / known[1])
 
 
-def forward(self: ByteGPT, batch: torch.Tensor) -> torch.Tensor:
+def forward(self: GPT, batch: torch.Tensor) -> torch.Tensor:
     """The loss of windows of bytes; FSDP gathers weights around a forward, which ``training_step`` is not."""
     x = self.token(batch[:, :-1]) + self.position
     mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
@@ -123,7 +123,7 @@ def work(args: argparse.Namespace) -> None:
     """Train on one rank; rank 0 says which way's steps begin and end, and how long they took."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    ByteGPT.forward = forward
+    GPT.forward = forward
     (time_steps if args.what == "steps" else train_to_loss)(args)
     dist.destroy_process_group()
 
@@ -133,7 +133,7 @@ def time_steps(args: argparse.Namespace) -> None:
     trainings = {}
     for name, way in WAYS["steps"].items():
         torch.manual_seed(0)
-        trainings[name] = Training(way, ByteGPT(args.width, args.layers, heads=8), rate=5e-4)
+        trainings[name] = Training(way, GPT(args.width, args.layers, heads=8), rate=5e-4)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for turn in range(args.turns + 1):  # the first one warms up
         for name, training in trainings.items():

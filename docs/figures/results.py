@@ -23,6 +23,7 @@ WORKLOADS = {
     "byte_lm": "a byte language model, 279,168 parameters, AdamW",
     "gpt_3m": "a GPT over bytes, 2.8 million parameters, AdamW",
     "gpt_10m": "a GPT over bytes, 10.9 million parameters, AdamW",
+    "gpt_124m": "GPT-2 small over words of source code, 124.4 million parameters, bfloat16 autocast, AdamW",
     "mlp_25m": "25.3 million parameters",
     "mlp_1m": "1.1 million parameters",
 }

@@ -24,7 +24,7 @@ MEASURED_AFTER = 3  # Local steps after which the link is measured, where local 
 GLANCE = 5  # First steps whose mean shows whether they are far too long.
 SETTLING = 5  # Local steps until any is timed, once ranks compare second moments no longer in each of them.
 TIMED = 10  # Steps whose mean is what a step takes: they differ, as fragments do.
-TAKING_OVER = 2  # Steps after a change: one sends what was not sent before, or finds thresholds.
+TAKING_OVER = 2  # Steps after a change: one sends what was not sent before, finds thresholds, or compiles kernels.
 # In each turn those candidates are timed again that are later than the soonest by at most this part.  A machine is
 # slower at times, so that the first turns allow for more.
 DOUBTS = (0.25, 0.1, 0.05, 0.03)
@@ -191,6 +191,8 @@ def _take_local_steps(active: ActiveAverager, candidate: Candidate, longest_s: f
             yield
     active.to_local_steps(candidate)
     if _is_starting(active):
+        for _ in range(TAKING_OVER):
+            yield
         times = yield from typical_times(active.averager, GLANCE)
         if times.step_s > longest_s:
             return times

@@ -121,7 +121,8 @@ def _in_one_process(model: str, cluster: ClusterSpec) -> list[Advice]:
     workload, profile = workload_named(model), _Profile()
     module = workload.module()
     logging.disable(logging.WARNING)
-    trainer = Trainer(devices=1, strategy=SparseDDPStrategy(Dense()), max_steps=STEPS, callbacks=[profile], **QUIET)
+    given: dict[str, Any] = {"devices": 1, "precision": workload.precision, "max_steps": STEPS, **QUIET}
+    trainer = Trainer(strategy=SparseDDPStrategy(Dense()), callbacks=[profile], **given)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Lightning's, about workers and sizes: not what was asked
         trainer.fit(module, **workload.fit_arguments())

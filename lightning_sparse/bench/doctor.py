@@ -42,13 +42,16 @@ from lightning_sparse_cli import Doctor
 MODEL = "lightning_sparse.bench.doctor:CheckedModel"
 LOCAL = "sparse_dense:local_steps=4"
 STRATEGIES = ("ddp", *NAMES, LOCAL)
+MEMBERS = tuple(f"{each}:local_group=2" for each in ("micro", "sparse_dense:wire_dtype=int4", LOCAL))
 FEW = ("ddp", "micro", LOCAL)  # on the CPU, where there are CUDA devices to train on
 FORMATS = tuple(f"sparse_dense:wire_dtype={name}" for name in WIRE_DTYPES)
 #: On CUDA tensors, through pinned memory.
 OVER_GLOO = tuple(f"{each}:process_group_backend=gloo" for each in (*NAMES, *FORMATS, LOCAL))
 CPU_RANKS = 2  # that check on one machine
 DEVICE_RANKS = 3  # on one device: from three on, sums may take two hops
+MEMBER_RANKS = 4  # the fewest that are several members of two, which send over two communicators
 STEPS = 10  # of each strategy
+LIMIT_S = 180  # of each strategy; one that takes longer hangs
 
 # The model that is checked.
 TOLERANCE = 1e-5  # of the largest element: sums in float32 are rounded
@@ -89,14 +92,19 @@ def _examinations(cluster: str, place: RankInfo | None, devices: int) -> Iterato
         yield f"{CPU_RANKS} ranks of this machine, Gloo on the CPU", on_this_machine(on_cpu, CPU_RANKS)
         if devices:
             title = f"{counted(devices, 'rank')} of this machine, NCCL on CUDA"
-            yield title, on_this_machine(plan("cuda"), devices)
+            pairs = MEMBERS if devices >= MEMBER_RANKS and devices % 2 == 0 else ()
+            yield title, on_this_machine(plan("cuda", STRATEGIES + pairs), devices)
+            if devices == 1:
+                over_nccl = on_this_machine(plan("cuda", STRATEGIES + MEMBERS), MEMBER_RANKS, on_one_device=True)
+                yield f"{MEMBER_RANKS} ranks on one device, NCCL through sockets on CUDA", over_nccl
             over_gloo = on_this_machine(plan("cuda", OVER_GLOO), DEVICE_RANKS, on_one_device=True)
             yield f"{DEVICE_RANKS} ranks on one device, Gloo on CUDA", over_gloo
 
 
 def plan(accelerator: str, strategies: tuple[str, ...] = STRATEGIES, cluster: str = "") -> Schedule:
     """Return the turns that check each strategy once."""
-    return Schedule(cluster, MODEL, ",".join(strategies), STEPS, warmup=0, rounds=1, accelerator=accelerator)
+    names = ",".join(strategies)
+    return Schedule(cluster, MODEL, names, STEPS, warmup=0, rounds=1, accelerator=accelerator, limit_s=LIMIT_S)
 
 
 def _show(console: Console, title: str, rounds: Rounds) -> list[str]:

@@ -217,17 +217,15 @@ def take_step(compressor: Compressor, group: Group, comm: Comm) -> Rounds:
 # - what the messages of a step tell the next
 
 
-def report(compressor: object, group: Group, messages: Sequence[Selection]) -> None:
-    """Send the headers of a step's messages to the host, for :func:`last_report` in the next step.
+def report(compressor: object, group: Group, *messages: Selection) -> None:
+    """Send the headers of a step's messages, of several ranks in each, to the host, for :func:`last_report`.
 
     Raises:
         CorruptMessage: if a message of the step before arrived damaged, and nobody has asked since.
     """
     last_report(compressor, group)
-    headers = [count for each in messages for count in (each.count, each.seen, each.near, each.load, each.intact)]
-    on_device = isinstance(headers[0], Tensor)
-    counts = torch.stack(headers) if on_device else torch.tensor(headers, dtype=torch.int64, device="cpu")
-    group.send_to_host("report", counts.view(-1, 5))
+    headers = [torch.stack([m.count, m.seen, m.near, m.load, m.intact], 1) for m in messages]
+    group.send_to_host("report", torch.cat(headers) if len(headers) > 1 else headers[0])
 
 
 def last_report(compressor: object, group: Group) -> list[list[int]] | None:

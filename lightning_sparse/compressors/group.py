@@ -72,6 +72,7 @@ class Group:
     overflow: int | Tensor = 0
     weights: Sequence[Tensor] | None = field(default=None, repr=False)
     inside: Comm | None = field(default=None, repr=False)
+    _places: tuple[Tensor | None, list[Tensor]] = field(default=(None, []), repr=False)  # of parts in ``unsent``
     _sparse: bool = field(default=False, repr=False)  # the total of the last step was
     _zeroed_early: bool = field(default=False, repr=False)
     _on_host: dict[str, HostCopy] = field(default_factory=dict, repr=False)
@@ -101,13 +102,20 @@ class Group:
 
     def slots(self, flat: Tensor) -> tuple[Tensor, ...]:
         """``flat`` [n] cut into one view a parameter, in the order of ``names``."""
-        return torch.split(flat, self.sizes)
+        return flat.split_with_sizes(self.sizes)
 
     def add(self, gradients: Sequence[Tensor | None], scale: float = 1.0) -> None:
         """Add the gradient of each parameter, of its shape, times ``scale``, to what is unsent; None where is none."""
-        for slot, gradient in zip(self.slots(self.unsent), gradients, strict=True):
-            if gradient is not None:
-                slot.view(gradient.shape).add_(gradient, alpha=scale)
+        if self._places[0] is not self.unsent:
+            slots = zip(self.slots(self.unsent), self.shapes, strict=True)
+            self._places = self.unsent, [slot.view(shape) for slot, shape in slots]
+        new = [(place, x) for place, x in zip(self._places[1], gradients, strict=True) if x is not None]
+        if new:
+            torch._foreach_add_(*map(list, zip(*new, strict=True)), alpha=scale)
+
+    def empty(self) -> None:
+        """Let go of the memory of what is unsent and remembered, which is another group's now."""
+        self.unsent, self.memory, self._places = self.unsent.new_empty(0), {}, (None, [])
 
     def snapshot(self) -> "Group":
         """The group as it is, with a copy of what a step changes."""
@@ -134,26 +142,23 @@ class Group:
     def hand_back(self, total: Tensor | Sparse, gradients: Sequence[Tensor], size: int) -> None:
         """Set the gradient of each parameter to the mean over ``size`` ranks, ``total`` / P."""
         self._sparse, zeroed_early, self._zeroed_early = isinstance(total, Sparse), self._zeroed_early, False
-        if isinstance(total, Sparse) and kernels.used_for(total.index):
-            self._scatter(total, gradients, size)
+        if kernels.used_for(self.unsent):
+            mean = self._scattered(total, size) if isinstance(total, Sparse) else total / size
+            if self.parameters:  # a second pass over the mean takes less than a launch for each parameter
+                slots = [slot.view_as(x) for slot, x in zip(self.slots(mean), gradients, strict=True)]
+                torch._foreach_copy_(list(gradients), slots)
         elif isinstance(total, Sparse):
-            mean = Sparse(total.index, total.values / size)
-            for gradient, part in zip(gradients, mean.split(self.sizes), strict=True):
+            mean_of_few = Sparse(total.index, total.values / size)
+            for gradient, part in zip(gradients, mean_of_few.split(self.sizes), strict=True):
                 part.write(gradient, cleared=zeroed_early)
         else:
             for gradient, slot in zip(gradients, self.slots(total), strict=True):
-                torch.div(slot.view(gradient.shape), size, out=gradient)
+                torch.div(slot.view_as(gradient), size, out=gradient)
 
-    def _scatter(self, total: Sparse, gradients: Sequence[Tensor], size: int) -> None:
-        """Hand a sparse total back on a device: nobody waits to know which elements are of which parameter."""
+    def _scattered(self, total: Sparse, size: int) -> Tensor:
+        """A P-th of a sparse total in full, [n], on a device."""
         count = total.index.new_full((), total.index.numel())
-        start = 0
-        for gradient in gradients:
-            flat = gradient.view(-1) if gradient.is_contiguous() else gradient.new_empty(gradient.numel())
-            kernels.scatter(total.index - start, total.values, count, size, flat)
-            if not gradient.is_contiguous():
-                gradient.copy_(flat.view(gradient.shape))
-            start += gradient.numel()
+        return kernels.scatter(total.index, total.values, count, size, torch.empty_like(self.unsent))
 
     def end_dense_step(self) -> None:
         """Note a step in which nothing was unsent and all was summed, elsewhere."""

@@ -62,19 +62,18 @@ class MiCRO(Compressor):
             estimates = yield comm.all_reduce(sampled_threshold(unsent, k).view(1))
             group.memory["held"] = ThresholdController(float(estimates) / size).state()
         threshold = ThresholdController.of(group.memory["held"]).threshold
-        edges = group.memory.setdefault("edges", partition.even(n, size)).tolist()
+        edges = group.memory.setdefault("edges", partition.even(n, size))
 
-        widths = partition.widths(edges)
+        widths = partition.widths(edges.tolist())
         meant = room(k / size if self.balance else k, self.slack)  # without balance all may lie in one partition
         layout = on.layout(max(widths), min(max(widths), meant), self.indices)
-        owned = [(group.step + rank) % size for rank in range(size)]  # the partition of each rank
-        found = on.select(unsent.split(widths)[owned[comm.rank]], threshold, layout.capacity)
-        gathered = yield from gather(found, layout, comm, [widths[part] for part in owned])
-        found_in = [gathered[owned.index(part)] for part in range(size)]
-        report(self, group, found_in)
+        found = on.select(unsent.split(widths)[(group.step + comm.rank) % size], threshold, layout.capacity)
+        first = -group.step % size  # the owner of the first partition
+        gathered = yield from gather(found, layout, comm, n, on.placed(edges, unsent), first)
+        report(self, group, gathered)
 
         values = size * layout.capacity if self.balance else min(size * layout.capacity, meant)
-        chosen = on.compact(on.join(found_in, edges), values)
+        chosen = on.compact(on.as_one(gathered), values)
         group.picked, group.overflow = chosen.count, found.seen - found.count
         return (yield from sum_selected(chosen, unsent, values, comm))
 

@@ -79,32 +79,32 @@ class OkTopk(Compressor):
         n, size, unsent, on = group.n, comm.size, group.unsent, selection.on(group.unsent)
         k = group.target = count(self.density, n)
         local, shared = self._adapt(group)
-        edges = group.memory.setdefault("regions", partition.even(n, size)).tolist()
-        widths = partition.widths(edges)
+        edges = group.memory.setdefault("regions", partition.even(n, size))
+        widths = partition.widths(edges.tolist())
+        start, width = int(edges[comm.rank]), widths[comm.rank]
         layout = on.layout(max(widths), min(max(widths), room(k / size, self.slack)), self.indices, comm.wire_dtype)
 
+        edges = on.placed(edges, unsent)
         local = not_nan(sampled_threshold(unsent, k)) if local is None else local
-        found = [on.select(part, local, layout.capacity) for part in unsent.split(widths)]
-        mine = on.with_values(on.join(found, edges), unsent)
-        values = mine.values.split([part.index.numel() for part in found])
-        parts = [replace(part, values=own) for part, own in zip(found, values, strict=True)]
-        region, arrived = yield from reduce_scatter(parts, layout, widths[comm.rank], comm)
+        found = on.with_values(on.select(unsent, local, layout.capacity, edges), unsent)
+        region, arrived = yield from reduce_scatter(found, layout, edges, start, width, comm)
 
         if shared is None:
             sums = region.values if isinstance(region, Sparse) else region
             summaries = yield comm.all_gather(summary(sums, layout.capacity))
             shared = not_nan(pooled_threshold(summaries, k).float()).clamp(min=0)  # damaged, it may be anything
-        load = sum(part.seen for part in [found[comm.rank], *arrived])
+        load = found.seen[comm.rank] + arrived.seen.sum()
         own = replace(on.select_from(region, shared, layout.capacity), load=load)
-        gathered = yield from gather(own, layout, comm, widths)
+        gathered = yield from gather(own, layout, comm, n, edges)
 
-        delivered = on.join(gathered, edges)
-        on.put(on.among(mine, delivered.index, n), unsent)
-        on.add(on.moved(own, edges[comm.rank], edges[comm.rank + 1], n), unsent)  # what the sums lost by rounding
-        report(self, group, [*gathered, *arrived])
-        seen, near, sent = (sum(getattr(part, key) for part in found) for key in ("seen", "near", "count"))
+        on.put(on.among(found, gathered, n), unsent)
+        if width:
+            on.add(own, unsent[start : start + width])  # what the sums lost by rounding
+        report(self, group, gathered, arrived)
+        seen, near, sent = torch.stack([found.seen, found.near, found.count]).sum(1)
         used = [torch.as_tensor(each, device=unsent.device) for each in (local, shared, seen, near)]
-        group.send_to_host("thresholds", torch.stack(used).double())
+        group.send_to_host("thresholds", torch.stack(used))
+        delivered = on.as_one(gathered)
         group.picked, group.overflow = delivered.count, seen - sent + own.seen - own.count
         return on.total(delivered, n)
 

@@ -38,7 +38,7 @@ class TopK(Compressor):
         k = group.target = count(self.density, n)
         layout = on.layout(n, k, self.indices, comm.wire_dtype)
         own = on.select_k(unsent, k)
-        selections = yield from gather(own, layout, comm)
+        selections = yield from gather(own, layout, comm, n)
         on.put(own, unsent)  # the rounding errors
         report(self, group, selections)
         total, group.picked = on.add_up(selections, n)

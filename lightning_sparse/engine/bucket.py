@@ -35,14 +35,15 @@ def gradients_of(buffer: Tensor, parameters: Sequence[Tensor]) -> Iterator[tuple
     """Each parameter and its gradient's place in a bucket, as a view of the parameter's shape and memory order."""
     offset = buffer.storage_offset()
     for parameter in parameters:
-        dense = parameter.numel() == 1 + sum(
+        n = parameter.numel()
+        if parameter.is_contiguous() or n == 1 + sum(
             (s - 1) * st for s, st in zip(parameter.shape, parameter.stride(), strict=True)
-        )
-        stride = (
-            parameter.stride() if dense else torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").stride()
-        )
+        ):
+            stride = parameter.stride()
+        else:
+            stride = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").stride()
         yield parameter, buffer.as_strided(parameter.shape, stride, offset)
-        offset += parameter.numel()
+        offset += n
 
 
 @dataclass(frozen=True)

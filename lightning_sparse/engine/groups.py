@@ -239,7 +239,7 @@ def carry_over(old: Sequence[Group], new: Sequence[tuple[Group, Compressor]], me
             _take(group.slots(group.unsent), parts, lambda giver: giver.unsent)
         for giver in old:
             if last_use.get(id(giver)) == number:
-                giver.unsent, giver.memory = giver.unsent.new_empty(0), {}
+                giver.empty()
 
 
 def _parameters(group: Group) -> list[tuple[str, torch.Size]]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_sparse.network.agreement import everywhere
-from lightning_sparse.network.comm import Comm, Rounds, completed
+from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.cut import Cut
 
 ALIGNED = 16  # bytes at whose multiples values of every type may begin
@@ -75,13 +75,17 @@ def share(wholes: Sequence[Tensor], cut: Cut, comm: Comm) -> Rounds[None]:
 
 def whole_of(slices: Sequence[Tensor], like: Sequence[Tensor], cut: Cut, comm: Comm | None) -> list[Tensor]:
     """All of each tensor of which the ranks of ``comm`` have ``slices``, of the shapes that ``like`` have."""
-    if comm is None:
-        return list(slices)
-    wholes = [x.new_empty(each.shape) for x, each in zip(slices, like, strict=True)]
-    for whole, x in zip(wholes, slices, strict=True):
-        cut.own(whole).copy_(x)
-    completed(share(wholes, cut, comm))
-    return wholes
+    return list(slices) if comm is None else [_whole(x, each, cut, comm) for x, each in zip(slices, like, strict=True)]
+
+
+def _whole(x: Tensor, like: Tensor, cut: Cut, comm: Comm) -> Tensor:
+    """As :func:`whole_of`, in the memory of the whole and a slice: all slices are of one length but the last ones."""
+    width = cut.slices(like)[0].numel()
+    if not width:
+        return x.new_empty(like.shape)
+    leaving = x.new_zeros(width)
+    leaving[: x.numel()] = x.reshape(-1)
+    return comm.all_gather(leaving).wait().view(-1)[: like.numel()].view(like.shape)
 
 
 def gather_tensors(tensors: Mapping[str, Tensor], comm: Comm, device: torch.device) -> list[dict[str, Tensor]]:

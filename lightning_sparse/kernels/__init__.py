@@ -15,12 +15,12 @@ from lightning_sparse.kernels.blocks import block16_bytes
 
 @dataclass(frozen=True)
 class Found:
-    """Elements of a vector [n] that reach a threshold; counts are tensors [] on its device."""
+    """Elements of R parts of a vector [n] that reach a threshold; counts are tensors [R] on its device."""
 
-    index: Tensor  # [capacity] int64, rising, then n
+    index: Tensor  # [R, capacity] int64, each row rising, then n
     seen: Tensor  # elements that reach it
     near: Tensor  # elements that nearly do, these included
-    count: Tensor  # elements in ``index``
+    count: Tensor  # elements to keep of these
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,41 @@ def used_for(x: Tensor) -> bool:
     return x.device.type != "cpu"
 
 
-def select(x: Tensor, threshold: Tensor, capacity: int, near: float = 1.0) -> Found:
-    """Find the elements of ``x`` whose magnitude is at least ``threshold``.
+def select(
+    x: Tensor, threshold: Tensor, capacity: int, near: float = 1.0, most: int | None = None, edges: Tensor | None = None
+) -> Found:
+    """Find the elements of each part of ``x`` whose magnitude is at least ``threshold``.
 
     Never zeros, whatever the threshold; always NaN.  Where more than ``capacity`` are found, the *first* are returned,
     not the largest; ``seen`` is larger then.
 
     Args:
         x: [n] float32.
-        threshold: [] float32 or float64.  NaN is reached by all but zeros.
-        capacity: indices there is room for.
+        threshold: [] float32 or float64.  NaN is reached by what is not finite.
+        capacity: indices there is room for, of each part.
         near: elements that reach so many times the threshold are counted too.
+        most: of each part's elements that are to be kept; ``capacity`` by default.
+        edges: [R + 1] int64, rising from 0 to n, where parts begin; without them ``x`` is one part.
     """
     _check("x", x, torch.float32, 1)
-    index, (seen, nearly) = ops.select(x, threshold.to(torch.float32), near, capacity)
-    return Found(index, seen, nearly, seen.clamp(max=capacity))
+    limit = threshold.to(torch.float32)
+    index, (seen, nearly, count) = ops.select(x, limit, near, capacity, capacity if most is None else most, edges)
+    return Found(index, seen, nearly, count)
+
+
+def pick(index: Tensor, x: Tensor, magnitudes: bool = False) -> Tensor:
+    """The elements ``index`` [*s] int64 of ``x`` [n], or their ``magnitudes``; zero where an index is not in [0, n)."""
+    _check("x", x, torch.float32, 1)
+    values: Tensor = ops.pick(index, x, magnitudes)
+    return values
+
+
+def among(index: Tensor, others: Tensor, n: int) -> Tensor:
+    """``index`` [R, m] with n in place of what is not in the same row of ``others`` [R, l]; both rise to n."""
+    _check("index", index, torch.int64, 2)
+    _check("others", others, torch.int64, 2)
+    both: Tensor = ops.among(index, others, n)
+    return both
 
 
 def scatter(index: Tensor, values: Tensor, count: Tensor, size: int, out: Tensor) -> Tensor:
@@ -77,8 +97,7 @@ def scatter(index: Tensor, values: Tensor, count: Tensor, size: int, out: Tensor
     _check("index", index, torch.int64, 1)
     _check("values", values, torch.float32, 1)
     _check("out", out, out.dtype, 1)
-    if index.numel() != values.numel():
-        raise ValueError(f"{index.numel()} indices and {values.numel()} values; they must be as many.")
+    _check_pairs(index, values)
     ops.scatter(index, values, count, size, out)
     return out
 
@@ -113,36 +132,78 @@ def sketch_estimate(table: Tensor, hashed: Hashes, out: Tensor) -> Tensor:
     return out
 
 
-def encode_indices(index: Tensor, count: Tensor, n: int, out: Tensor) -> Tensor:
-    """Write indices to ``out``, which is returned: the bytes of ``wire.INDEX_FORMATS["block16"]``.
+def put(index: Tensor, values: Tensor, out: Tensor, onto: bool = False) -> None:
+    """Set elements of ``out``, or add to them if ``onto``.
 
     Args:
-        index: [capacity] int64, the first ``count`` strictly rising and in [0, n).
-        count: [] int32 or int64, at most the capacity.
-        n: elements that can be indexed.
-        out: [block16.nbytes(n, capacity)] uint8; what it holds is overwritten.
+        index: [*s] int64, of which those in [0, n) differ; others are left out.
+        values: [*s] float32.
+        out: [n] float32, whose other elements stay.
+        onto: add.
     """
-    _check("index", index, torch.int64, 1)
-    _check_payload("out", out, n, index.numel())
-    ops.encode_indices(index, count, n, out)
-    return out
+    _check("out", out, torch.float32, 1)
+    _check_pairs(index, values)
+    ops.put(index.view(-1), values.view(-1), out, onto)
 
 
-def decode_indices(payload: Tensor, n: int, capacity: int, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Read indices from ``payload``: index [capacity] int64, and whether the payload is intact, [] bool.
+def add_up(index: Tensor, values: Tensor, out: Tensor) -> Tensor:
+    """Set ``out`` [n] to the sum of R sparse vectors, added in their order; return how many elements are in any, [].
 
     Args:
-        payload: [block16.nbytes(n, capacity)] uint8.
-        n: elements that can be indexed.
+        index: [R, m] int64, of each strictly rising, then n.
+        values: [R, m] float32.
+        out: float32; what it holds is overwritten.
+    """
+    _check("index", index, torch.int64, 2)
+    _check("values", values, torch.float32, 2)
+    _check("out", out, torch.float32, 1)
+    _check_pairs(index, values)
+    reached: Tensor = ops.add_up(index, values, out)
+    return reached
+
+
+def encode_indices(
+    index: Tensor, count: Tensor, seen: Tensor, near: Tensor, load: Tensor | None, n: int, counts: Tensor, out: Tensor,
+    edges: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write indices to R rows of ``out``, the bytes of ``wire.INDEX_FORMATS["block16"]`` and then zeros; and counts.
+
+    Args:
+        index: [R, capacity] int64, of each row the first ``count`` strictly rising, and in the row's part.
+        count: [R] int32 or int64, at most the capacity.
+        seen: [R], likewise; so are near and load, which is 0 if it is None.
+        near: see there.
+        load: see there.
+        n: elements of a part, at most; indices are written as they count from where it begins.
+        counts: [R, 4] int32, becomes all four, as far as it can hold them.
+        out: [R, at least block16.nbytes(n, capacity)] uint8, whose rows need not follow each other.
+        edges: [R + 1] int64, between the parts; without them each is [0, n).
+    """
+    _check("index", index, torch.int64, 2)
+    _check_payload("out", out, n, index.shape[1])
+    ops.encode_indices(index, count, seen, near, load, n, edges, counts, out)
+
+
+def decode_indices(
+    payloads: Tensor, counts: Tensor, n: int, capacity: int, width: int, edges: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Read indices from R rows of ``payloads``: index [R, capacity] int64, and whether each is intact, [R] int32.
+
+    Args:
+        payloads: as :func:`encode_indices` wrote them.
+        counts: [R, c] int32, of which the first says how many were announced; all must be at least 0.
+        n: elements of a part, at most.
         capacity: indices there is room for.
-        count: [] int32 or int64, how many were announced.
+        width: elements of the vector that has the parts.
+        edges: [R + 1] int64, between the parts; without them each is [0, width).
 
     Returns:
-        The first ``count`` indices, then n.  Where the second tensor is false, ``IndexFormat.decode`` would have
-        raised CorruptMessage; the indices are then in no order but still in [0, n].
+        Of each row as many indices as announced, then ``width``.  Where the second tensor is 0, ``IndexFormat.decode``
+        would have raised CorruptMessage, or an index is beyond the part; the indices are then in no order but still
+        in [0, width].
     """
-    _check_payload("payload", payload, n, capacity)
-    index, intact = ops.decode_indices(payload, n, capacity, count)
+    _check_payload("payloads", payloads, n, capacity)
+    index, intact = ops.decode_indices(payloads, counts, n, capacity, edges, width)
     return index, intact
 
 
@@ -152,6 +213,11 @@ def _check(name: str, x: Tensor, dtype: torch.dtype, dimensions: int) -> None:
             f"{name} must be a contiguous {dtype} tensor of {dimensions} dimension{'s'[: dimensions - 1]}; got "
             f"{x.dtype} {list(x.shape)}{'' if x.is_contiguous() else ', not contiguous'}."
         )
+
+
+def _check_pairs(index: Tensor, values: Tensor) -> None:
+    if index.shape != values.shape:
+        raise ValueError(f"{index.numel()} indices and {values.numel()} values; they must be as many.")
 
 
 def _check_hashes(hashed: Hashes, n: int, table: Tensor) -> None:
@@ -165,7 +231,9 @@ def _check_hashes(hashed: Hashes, n: int, table: Tensor) -> None:
 
 
 def _check_payload(name: str, payload: Tensor, n: int, capacity: int) -> None:
-    _check(name, payload, torch.uint8, 1)
-    expected = block16_bytes(n, capacity)
-    if payload.numel() != expected:
-        raise ValueError(f"{name} has {payload.numel()} bytes; {capacity} indices below {n} take {expected}.")
+    least = block16_bytes(n, capacity)
+    if payload.dtype != torch.uint8 or payload.dim() != 2 or payload.stride(1) != 1 or payload.shape[1] < least:
+        raise ValueError(
+            f"{name} must be rows of at least {least} bytes, which {capacity} indices below {n} take; got "
+            f"{payload.dtype} {list(payload.shape)}."
+        )

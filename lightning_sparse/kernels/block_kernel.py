@@ -44,28 +44,28 @@ def take_rows(
     values: Tensor, out: Tensor, bits: int, width: int, start: int, length: int, rotation: int, first: int, count: int
 ) -> None:
     """As :func:`lightning_sparse.kernels.reference.take_rows`."""
-    size, row_bytes = out.shape
     launch(
-        _take_rows, (_programs(length), count), values, out.view(values.dtype), out, values.numel(), row_bytes, size,
-        width, start, length, rotation, first, BITS=bits, BLOCK=BLOCK, ROWS=ROWS, **_numbers(bits),
+        _take_rows, (_programs(length), count), values, out.view(values.dtype), out, values.numel(),
+        out.stride(0), len(out), width, start, length, rotation, first,
+        BITS=bits, BLOCK=BLOCK, ROWS=ROWS, **_numbers(bits),
     )  # fmt: skip
 
 
 def read_rows(payloads: Tensor, out: Tensor, bits: int, width: int, start: int, length: int, rotation: int) -> None:
     """As :func:`lightning_sparse.kernels.reference.read_rows`."""
-    size, row_bytes = payloads.shape
+    size = len(payloads)
     launch(
-        _read_rows, (_programs(length), size), payloads.view(out.dtype), payloads, out, out.numel(), row_bytes, size,
-        width, start, length, rotation, BITS=bits, BLOCK=BLOCK, ROWS=ROWS,
+        _read_rows, (_programs(length), size), payloads.view(out.dtype), payloads, out, out.numel(),
+        payloads.stride(0), size, width, start, length, rotation, BITS=bits, BLOCK=BLOCK, ROWS=ROWS,
     )  # fmt: skip
 
 
 def add_rows(payloads: Tensor, out: Tensor, bits: int, first: int, step: int, count: int, onto: bool) -> None:
     """As :func:`lightning_sparse.kernels.reference.add_rows`."""
-    size, row_bytes = payloads.shape
+    size = len(payloads)
     launch(
-        _add_rows, (_programs(out.numel()),), payloads.view(out.dtype), payloads, out, out.numel(), row_bytes, size,
-        first % size, step % size, count, ONTO=onto, BITS=bits, BLOCK=BLOCK, ROWS=ROWS,
+        _add_rows, (_programs(out.numel()),), payloads.view(out.dtype), payloads, out, out.numel(),
+        payloads.stride(0), size, first % size, step % size, count, ONTO=onto, BITS=bits, BLOCK=BLOCK, ROWS=ROWS,
     )  # fmt: skip
 
 
@@ -158,7 +158,8 @@ def _take_rows(
     MOST_SCALE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     owner = (first + tl.program_id(1)) % size
-    begin, n, blocks, head = _segment(owner, total, row_bytes, size, width, start, length, rotation, BLOCK)
+    begin, n = segment(owner, total, size, width, start, length, rotation)
+    blocks, head = (n + BLOCK - 1) // BLOCK, owner.to(tl.int64) * row_bytes
     _take(
         values + begin, scales + head // 4, codes + head + 4 * blocks, n, blocks,
         SHARE, NEAREST, BELOW_ONE, SCALE_BITS, TINY, MOST_SCALE, BITS, BLOCK, ROWS,
@@ -172,19 +173,19 @@ def _read_rows(
     BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     owner = tl.program_id(1)
-    begin, n, blocks, head = _segment(owner, total, row_bytes, size, width, start, length, rotation, BLOCK)
+    begin, n = segment(owner, total, size, width, start, length, rotation)
+    blocks, head = (n + BLOCK - 1) // BLOCK, owner.to(tl.int64) * row_bytes
     _give(scales + head // 4, codes + head + 4 * blocks, out + begin, n, blocks, False, BITS, BLOCK, ROWS)
 
 
 @triton.jit
-def _segment(
-    owner: tl.tensor, total: tl.tensor, row_bytes: tl.tensor, size: tl.tensor, width: tl.tensor, start: tl.tensor,
-    length: tl.tensor, rotation: tl.tensor, BLOCK: tl.constexpr,
+def segment(
+    owner: tl.tensor, total: tl.tensor, size: tl.tensor, width: tl.tensor, start: tl.tensor, length: tl.tensor,
+    rotation: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Where a rank's segment begins among all values, its values, its blocks, and where its row of bytes begins."""
+    """Where a rank's segment begins among all values, and its values."""
     begin = ((owner + rotation) % size).to(tl.int64) * width + start
-    n = tl.maximum(tl.minimum(begin + length, total) - begin, 0)
-    return begin, n, (n + BLOCK - 1) // BLOCK, owner.to(tl.int64) * row_bytes
+    return begin, tl.maximum(tl.minimum(begin + length, total) - begin, 0)
 
 
 @triton.jit(do_not_specialize=["size", "first", "step", "count"])

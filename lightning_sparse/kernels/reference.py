@@ -24,31 +24,45 @@ from lightning_sparse.kernels.blocks import (
     scales_and_codes,
 )
 
+INFINITY = 0x7F800000  # its bits as a float32
 MAGNITUDE = 0x7FFFFFFF  # the bits of a float32 but for its sign: as an integer they rise with the magnitude
 
 
-def select(x: Tensor, threshold: Tensor, near: float, capacity: int) -> tuple[Tensor, Tensor]:
-    """Index [capacity] of what of ``x`` [n] reaches ``threshold``, and two counts, [2].
+def select(
+    x: Tensor, threshold: Tensor, near: float, capacity: int, most: int, edges: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Index [R, capacity] of what of ``x`` [n] reaches ``threshold`` in each part, and three counts, [3, R].
 
-    They are of elements that reach it, and of those that reach ``near`` times as much.
+    They are of elements that reach it, of those that reach ``near`` times as much, and of the first at most ``most``.
+    ``edges`` [R + 1] cut ``x``; without them it is one part.
     """
     magnitude = x.view(torch.int32) & MAGNITUDE
     reached = magnitude >= _least(threshold)
     nearly = magnitude >= _least(near * threshold)
-    return _compact(reached, capacity), torch.stack([reached.sum(), nearly.sum()])
+    edges = torch.arange(2, device=x.device) * x.numel() if edges is None else edges
+    sums = torch.nn.functional.pad(torch.stack([reached, nearly]).cumsum(1), (1, 0))  # [2, n + 1]
+    totals = sums.index_select(1, edges).diff()  # [2, R]
+    return _compact(reached, sums[0], capacity, edges), torch.cat([totals, totals[:1].clamp(max=most)])
 
 
 def _least(threshold: Tensor) -> Tensor:
     """The least bits of a magnitude that reaches ``threshold`` [] float32: never those of zero, always below NaN's."""
-    return torch.where(threshold.isnan(), 1, threshold.view(torch.int32).clamp(min=1))
+    return torch.where(threshold.isnan(), INFINITY, threshold.view(torch.int32).clamp(min=1))
 
 
-def _compact(chosen: Tensor, capacity: int) -> Tensor:
-    """Where ``chosen`` [n] bool is true, the first ``capacity`` of it, then n: [capacity] int64."""
-    n = chosen.numel()
-    place = torch.where(chosen, chosen.cumsum(0) - 1, capacity).clamp_(max=capacity)  # what has no place: the last
-    index = place.new_full((capacity + 1,), n)
-    return index.scatter_(0, place, torch.arange(n, device=chosen.device))[:capacity]
+def _compact(chosen: Tensor, before: Tensor, capacity: int, edges: Tensor) -> Tensor:
+    """Where ``chosen`` [n] bool is true, of each part the first ``capacity``, then n: [R, capacity] int64.
+
+    ``before`` [n + 1] says how many are chosen before each element.
+    """
+    n, rows = chosen.numel(), edges.numel() - 1
+    element = torch.arange(n, device=chosen.device)
+    part = torch.searchsorted(edges, element, right=True) - 1
+    place = before[:-1] - before.index_select(0, edges.index_select(0, part))
+    nowhere = rows * capacity
+    place = torch.where(chosen & (place < capacity), part * capacity + place, nowhere)
+    index = place.new_full((nowhere + 1,), n)
+    return index.scatter_(0, place, element)[:nowhere].view(rows, capacity)
 
 
 def scatter(index: Tensor, values: Tensor, count: Tensor, size: int, out: Tensor) -> None:
@@ -79,26 +93,87 @@ def sketch_estimate(table: Tensor, offsets: Tensor, signs: Tensor, out: Tensor) 
         part.copy_(median(table.gather(1, bucket) * sign[:, None]))
 
 
-def encode_indices(index: Tensor, count: Tensor, n: int, out: Tensor) -> None:
-    """Write the first ``count`` of ``index`` [capacity] below ``n`` to ``out`` as block16 does."""
-    counts = borders(index, count, n, 1 << BLOCK_BITS).diff().to(torch.int32)  # [blocks]
-    meant = torch.arange(index.numel(), device=index.device) < count
-    head = 4 * counts.numel()
-    out[:head] = counts.view(torch.uint8)
-    out[head:] = torch.where(meant, index, 0).to(torch.int16).view(torch.uint8)
+def pick(index: Tensor, x: Tensor, magnitudes: bool) -> Tensor:
+    """The elements ``index`` [*s] of ``x`` [n], or their ``magnitudes``; zero where an index is not in [0, n): [*s]."""
+    padded = torch.nn.functional.pad(x, (0, 1))
+    values = padded[torch.where((index >= 0) & (index < x.numel()), index, x.numel())]
+    return values.abs() if magnitudes else values
 
 
-def decode_indices(payload: Tensor, n: int, capacity: int, count: Tensor) -> tuple[Tensor, Tensor]:
-    """The ``count`` indices below ``n`` in ``payload``, then n: [capacity] int64; and whether all is as it must be."""
-    counts, offsets = sections(payload, n)
-    low = offsets.clone().view(torch.int16).long() & 0xFFFF  # [capacity]
-    place = torch.arange(capacity, device=payload.device)
-    block = torch.searchsorted(counts.clamp(min=0).cumsum(0), place, right=True)  # [capacity]
-    index = (block << BLOCK_BITS) | low
+def put(index: Tensor, values: Tensor, out: Tensor, onto: bool) -> None:
+    """Set the elements ``index`` [m] of ``out`` [n] to ``values`` [m], or add to them if ``onto``; others are left out.
+
+    Every index is written to: those that are not in [0, n) at an element more.
+    """
+    n = out.numel()
+    place = torch.where((index >= 0) & (index < n), index, n)
+    padded = torch.nn.functional.pad(out, (0, 1))
+    out.copy_(padded.index_copy(0, place, padded[place] + values if onto else values)[:n])
+
+
+def among(index: Tensor, others: Tensor, n: int) -> Tensor:
+    """``index`` [R, m], with n in place of what is not in the same row of ``others`` [R, l]; rows rise to n."""
+    at = torch.searchsorted(others, index).clamp(max=others.shape[1] - 1)
+    return torch.where(others.gather(1, at) == index, index, n)
+
+
+def add_up(index: Tensor, values: Tensor, out: Tensor) -> Tensor:
+    """Set ``out`` [n] to the sum of ``values`` [R, m] at ``index`` [R, m], row after row; how many it reaches, [].
+
+    What is not below n is left out.
+    """
+    index = index.clamp(max=out.numel())
+    summed = out.new_zeros(out.numel() + 1)
+    reached = torch.zeros_like(summed, dtype=torch.bool)
+    for place, row in zip(index, values, strict=True):
+        summed.index_add_(0, place, row)
+        reached.index_fill_(0, place, True)
+    out.copy_(summed[:-1])
+    return reached[:-1].sum()
+
+
+def encode_indices(
+    index: Tensor, count: Tensor, seen: Tensor, near: Tensor, load: Tensor | None, n: int, edges: Tensor | None,
+    counts: Tensor, out: Tensor,
+) -> None:  # fmt: skip
+    """Write the first ``count`` [R] of ``index`` [R, capacity] to ``out`` [R, bytes] as block16 does below ``n``.
+
+    And all counts to ``counts`` [R, 4] int32, as far as it can hold them; without ``load`` that is 0.
+    """
+    columns = [each.long() for each in (count, seen, near, torch.zeros_like(count) if load is None else load)]
+    counts.copy_(torch.stack(columns, 1).clamp(max=2**31 - 1))
+    start = 0 if edges is None else edges[:-1, None]
+    meant = torch.arange(index.shape[1], device=index.device) < count[:, None]
+    bounds = torch.arange(block16_bytes(n, 0) // 4 + 1, device=index.device) << BLOCK_BITS
+    inside = torch.where(meant, index - start, bounds[-1])
+    counts = torch.searchsorted(inside, bounds.repeat(len(index), 1)).diff().to(torch.int32)  # [R, blocks]
+    low = torch.where(meant, inside, 0).to(torch.int16)
+    written = torch.cat([counts.view(torch.uint8), low.view(torch.uint8)], 1)
+    out[:, : written.shape[1]] = written
+    out[:, written.shape[1] :] = 0
+
+
+def decode_indices(
+    payloads: Tensor, counts: Tensor, n: int, capacity: int, edges: Tensor | None, width: int
+) -> tuple[Tensor, Tensor]:
+    """Read what :func:`encode_indices` wrote to ``payloads`` [R, bytes], as many as ``counts`` [R, c] int32 say first.
+
+    Returns:
+        Indices, then ``width``: [R, capacity] int64; and 1 where all is as it must be, [R] int32.
+    """
+    start, limit = (0, width) if edges is None else (edges[:-1, None], edges.diff()[:, None])
+    head = block16_bytes(n, 0)
+    announced = payloads[:, :head].clone().view(torch.int32).long()  # [R, blocks]; clone: it may start anywhere
+    low = payloads[:, head : head + 2 * capacity].clone().view(torch.int16).long() & 0xFFFF  # [R, capacity]
+    place = torch.arange(capacity, device=payloads.device).repeat(len(payloads), 1)
+    index = (torch.searchsorted(announced.clamp(min=0).cumsum(1), place, right=True) << BLOCK_BITS) | low
+    count = counts[:, :1]
     meant = place < count
-    wrong = meant & (index >= n)
-    wrong[1:] |= meant[1:] & (index[1:] <= index[:-1])
-    return torch.where(meant & (index < n), index, n), plausible(counts, capacity, count) & ~wrong.any()
+    wrong = meant & (index >= limit)
+    wrong[:, 1:] |= meant[:, 1:] & (index[:, 1:] <= index[:, :-1])
+    possible = (announced >= 0).all(1) & (counts >= 0).all(1) & (announced.sum(1, True) == count)[:, 0]
+    intact = possible & (count <= capacity)[:, 0] & ~wrong.any(1)
+    return torch.where(meant & (index < limit), index + start, width), intact.to(torch.int32)
 
 
 def take_blocks(values: Tensor, out: Tensor, bits: int) -> None:
@@ -164,6 +239,38 @@ def add_rows(payloads: Tensor, out: Tensor, bits: int, first: int, step: int, co
         (add_blocks if onto or i else read_blocks)(payload, out, bits)
 
 
+def take_floats(
+    values: Tensor, out: Tensor, width: int, start: int, length: int, rotation: int, first: int, count: int
+) -> None:
+    """Move the segments of ``values`` [n] that ``count`` ranks own, from ``first`` on, into their rows of ``out``.
+
+    They are rounded to the type of ``out`` [P, m]; beyond the largest float16 that is sent.  What a segment does not
+    fill of its row becomes zeros.  The others say which: as of :class:`SliceSegment`.
+    """
+    cut = SliceSegment(len(out), width, start, length, rotation)
+    limit = torch.finfo(torch.float16 if out.dtype == torch.float16 else torch.float32).max
+    for owner in ((first + i) % len(out) for i in range(count)):
+        own, row = cut.of(values, owner), out[owner]
+        row[: own.numel()].copy_(torch.where(own.isinf(), own, own.clamp(-limit, limit)))
+        row[own.numel() :] = 0
+        own.sub_(row[: own.numel()]).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def read_floats(payloads: Tensor, out: Tensor, width: int, start: int, length: int, rotation: int) -> None:
+    """Set the segment of ``out`` [n] that each rank owns to its row of ``payloads`` [P, m]."""
+    cut = SliceSegment(len(payloads), width, start, length, rotation)
+    for owner, row in enumerate(payloads):
+        own = cut.of(out, owner)
+        own.copy_(row[: own.numel()])
+
+
+def add_floats(payloads: Tensor, out: Tensor, first: int, step: int, count: int, onto: bool) -> None:
+    """As :func:`add_rows`, of ``payloads`` [P, m] in their own type."""
+    for i in range(count):
+        row = payloads[(first + i * step) % len(payloads), : out.numel()]
+        (out.add_ if onto or i else out.copy_)(row)
+
+
 def _scales(part: Tensor, bits: int) -> Tensor:
     """The scales of ``part`` [b, width], [b, 1], rounded as they may be sent."""
     magnitudes = part.abs()
@@ -209,17 +316,6 @@ def _shifts(x: Tensor, bits: int = 1) -> Tensor:
     """By how much each value of a byte is shifted: signs from the highest bit down, levels from the lowest up."""
     down = torch.arange(7, -1, -1, dtype=torch.uint8, device=x.device)
     return down if bits == 1 else torch.arange(0, 8, bits, dtype=torch.uint8, device=x.device)
-
-
-def sections(payload: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Split a block16 payload: how many indices each block announces, [blocks] int64, and the bytes of low bits."""
-    head = block16_bytes(n, 0)
-    return payload[:head].clone().view(torch.int32).long(), payload[head:]  # clone: a payload may start anywhere
-
-
-def plausible(counts: Tensor, capacity: int, count: Tensor) -> Tensor:
-    """Whether ``counts`` [blocks] int64 of indices in blocks can make up ``count`` [] of them: [] bool."""
-    return (counts >= 0).all() & (counts.sum() == count) & (count <= capacity)
 
 
 def borders(index: Tensor, count: Tensor, n: int, step: int) -> Tensor:

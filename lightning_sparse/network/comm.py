@@ -204,8 +204,9 @@ class Comm(ABC):
     def all_to_all(self, x: Tensor, out: Tensor | None = None, by: Sequence[int] | None = None) -> Pending:
         """Send a row to each rank, receive one of each: [P, *s] -> [P, *s], into ``out`` if given.
 
-        Row p of ``x`` is for rank p, and row p of the result of rank p.  A rank's row for itself stays where it is; so
-        does, if ``by`` is given, every row but those for the ranks so much further on, and from those as far back.
+        Row p of ``x`` is for rank p, and row p of the result of rank p.  If ``by`` is given, only rows for the ranks so
+        much further on are sent, and those of the ranks as far back arrive.  The result's other rows, a rank's own
+        among them, are not to be read.
         """
         by = range(1, self.size) if by is None else by
         self._count("all_to_all", x.nbytes // self.size * len(by))

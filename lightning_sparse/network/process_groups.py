@@ -216,13 +216,16 @@ class ProcessGroups:
         """All ranks, which are one host of several; another group in each call, to be made on every rank, at once."""
         return HostRanks(self._new(self._ranks, "gloo") if self.local_size > 1 else None)
 
-    def close(self) -> None:
-        """Give back what the operating system lent, such as file descriptors; no message may be under way.
+    def close(self, by_all: bool = True) -> None:
+        """Give back file descriptors, or over NCCL memory of the device; no message may be under way.
 
-        Not on NCCL, where that would wait for the other ranks.
+        Over NCCL only if it is done ``by_all`` ranks at once.  By PyTorch's sources, which nobody has tried on a device
+        here, to destroy a group is to finalize its communicators (``ncclCommFinalize``), which sends what is still to
+        be sent, and then to free them; by its notes on ``destroy_process_group`` a rank that does so alone may hang.
+        To abort them instead would wait for nobody, but also end what the other ranks are still receiving.
         """
         made, self._made, self._own, self._lanes, self._between = self._made, [], [], [], None
-        for group in made if not self.nccl else []:
+        for group in made if by_all or not self.nccl else []:
             with suppress(ValueError):  # it went with the default group
                 dist.destroy_process_group(group)
 

@@ -160,19 +160,23 @@ class _Slices:
 # - exchanges of selected elements
 
 
-def gather(own: Selection, layout: MessageLayout, comm: Comm, widths: Sequence[int] = ()) -> Rounds[list[Selection]]:
-    """What each rank selected, in their order.  Values in ``own`` keep the rounding errors.
+def gather(
+    own: Selection, layout: MessageLayout, comm: Comm, n: int, edges: Tensor | None = None, first: int = 0
+) -> Rounds[Selection]:
+    """What each rank selected, in their order from rank ``first`` on.  Values in ``own`` keep the rounding errors.
 
-    Each selected from a vector of ``widths`` [P] elements, or of layout.n.
+    Each selected from a vector of ``n`` elements, or from one of its parts, which lie between ``edges`` [P + 1]: then
+    indices in ``own`` count from where the part begins, and in the result from where the vector does.
     """
     on = selection.on(own.index)
     message = comm.buffer("message", layout.nbytes, torch.uint8, own.index.device)
-    return on.unpack(layout, (yield comm.all_gather(on.pack(layout, own, message))), widths)
+    payloads = yield comm.all_gather(on.pack(layout, own, message))
+    return on.unpack(layout, payloads.roll(-first, 0) if first else payloads, n, edges)
 
 
 def broadcast(
     own: Selection | None, sources: Sequence[int], layout: MessageLayout, comm: Comm, device: torch.device
-) -> Rounds[list[Selection]]:
+) -> Rounds[Selection]:
     """What each of the ranks ``sources`` selected, in their order; ``own``, without values, where this is one of them.
 
     All are sent at once.
@@ -186,27 +190,26 @@ def broadcast(
         flights.append(comm.broadcast(message, source))
     for flight in flights:
         arrived.append((yield flight))
-    return on.unpack(layout, torch.stack(arrived))
+    return on.unpack(layout, torch.stack(arrived), layout.n)
 
 
 def reduce_scatter(
-    parts: Sequence[Selection], layout: MessageLayout, width: int, comm: Comm
-) -> Rounds[tuple[Tensor | Sparse, list[Selection]]]:
-    """The sum over all ranks of their ``parts[r]``, on rank r, and what the others sent for it.
+    parts: Selection, layout: MessageLayout, edges: Tensor, start: int, width: int, comm: Comm
+) -> Rounds[tuple[Tensor | Sparse, Selection]]:
+    """The sum over all ranks of what ``parts`` has in each region, on its rank, and what the others sent for it.
 
-    ``parts`` [P] are what this rank contributes to each region; indices count from its start, values keep the rounding
-    errors.  This rank's region has ``width`` elements, the widest layout.n.
+    ``parts`` are what this rank contributes to the P regions between ``edges`` [P + 1]; values keep rounding errors.
+    This rank's region begins at ``start`` and has ``width`` elements; the widest has layout.n.
     """
-    own, on = parts[comm.rank], selection.on(parts[0].index)
-    rows = [
-        comm.buffer(name, comm.size * layout.nbytes, torch.uint8, own.values.device).view(comm.size, -1)
+    on, rank = selection.on(parts.index), comm.rank
+    leaving, arriving = (
+        comm.buffer(name, comm.size * layout.nbytes, torch.uint8, parts.values.device).view(comm.size, -1)
         for name in ("leaving", "arriving")
-    ]
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-    for rank in others:
-        on.pack(layout, parts[rank], rows[0][rank])
-    arriving = yield comm.all_to_all(rows[0], out=rows[1])
-    arrived = [on.unpack(layout, arriving[rank : rank + 1], [width])[0] for rank in others]
-    kept = replace(own, values=own.values.clone())
+    )
+    on.pack(layout, parts, leaving, edges, but=rank)
+    arriving = yield comm.all_to_all(leaving, out=arriving)
+    arrived = on.unpack(layout, torch.cat([arriving[:rank], arriving[rank + 1 :]]), width)
+    own = on.part(parts, rank)
+    total, _ = on.add_up(on.led_by(own, start, arrived), max(1, width))  # of an empty region an element that is zero
     own.values.zero_()
-    return on.add_up([kept, *arrived], max(1, width))[0], arrived  # of an empty region an element that is zero
+    return total, arrived

@@ -15,21 +15,24 @@ class Backend(Protocol):
     """The functions that the modules ``host`` and ``device`` both have."""
 
     layout: Callable[..., MessageLayout]
-    select: Callable[[Tensor, float | Tensor, int], Selection]
+    placed: Callable[[Tensor, Tensor], Tensor]
+    select: Callable[..., Selection]
     select_k: Callable[[Tensor, int], Selection]
     with_values: Callable[[Selection, Tensor], Selection]
     select_from: Callable[..., Selection]
+    part: Callable[[Selection, int], Selection]
     put: Callable[[Selection, Tensor], None]
     add: Callable[[Selection, Tensor], None]
-    pack: Callable[[MessageLayout, Selection, Tensor], Tensor]
-    unpack: Callable[..., list[Selection]]
-    moved: Callable[[Selection, int, int, int], Selection]
+    pack: Callable[..., Tensor]
+    unpack: Callable[..., Selection]
+    led_by: Callable[[Selection, int, Selection], Selection]
+    as_one: Callable[[Selection], Selection]
     join: Callable[[list[Selection], list[int]], Selection]
     compact: Callable[[Selection, int], Selection]
-    among: Callable[[Selection, Tensor, int], Selection]
-    unite: Callable[[list[Selection], int], Selection]
+    among: Callable[[Selection, Selection, int], Selection]
+    unite: Callable[[Selection, int], Selection]
     total: Callable[[Selection, int], Tensor | Sparse]
-    add_up: Callable[[list[Selection], int], tuple[Tensor | Sparse, int | Tensor]]
+    add_up: Callable[[Selection, int], tuple[Tensor | Sparse, int | Tensor]]
 
 
 def on(x: Tensor) -> Backend:

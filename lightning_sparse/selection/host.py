@@ -1,10 +1,12 @@
 """Selecting on the host, where counts are known, with numpy; :mod:`~lightning_sparse.selection.device` does the same.
 
 A selection is made, packed, read and used by the same one of them; :func:`lightning_sparse.selection.on` says which.
+Selections of several parts or ranks are one, of which those of one follow those of another, and counts are [R] int64.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -28,11 +30,20 @@ def layout(n: int, capacity: int, indices: str, values: ValueFormat | None = Non
     return MessageLayout(n, capacity, index_format(indices, n, capacity), values)
 
 
-def select(x: Tensor, threshold: float | Tensor, capacity: int) -> Selection:
+def placed(edges: Tensor, x: Tensor) -> Tensor:
+    """``edges`` [R + 1], which the host has already."""
+    return edges
+
+
+def select(x: Tensor, threshold: float | Tensor, capacity: int, edges: Tensor | None = None) -> Selection:
     """The elements of ``x`` [n] that reach ``threshold``, the ``capacity`` largest if there are more; without values.
 
-    Zeros never reach one, NaN does; a threshold of NaN is reached by all others.
+    Zeros never reach one, NaN does; a threshold of NaN is reached by all others.  ``edges`` [R + 1]: so many of each
+    part.
     """
+    if edges is not None:
+        parts = pairwise(edges.tolist())
+        return _together([_moved(select(x[start:stop], threshold, capacity), start) for start, stop in parts])
     steepness = _Steepness(x.numel(), float(threshold))
     found = above(x, float(threshold), steepness.look)
     near = steepness.near(found.numel()) if found.numel() else above(x, NEAR * float(threshold)).numel()
@@ -66,28 +77,49 @@ def add(selection: Selection, into: Tensor) -> None:
     into.index_add_(0, selection.index, selection.values)
 
 
-def pack(layout: MessageLayout, selection: Selection, out: Tensor) -> Tensor:
-    """Write a message to ``out`` [nbytes] uint8, which is returned; the selection's values keep the rounding errors."""
-    return layout.pack(selection, out)
+def part(selection: Selection, row: int) -> Selection:
+    """Of selections of several parts or ranks one, whose tensors are views of theirs."""
+    return _each(selection)[row]
 
 
-def unpack(layout: MessageLayout, payloads: Tensor, widths: Sequence[int] = ()) -> list[Selection]:
-    """Read messages, ``payloads`` [P, nbytes] uint8, of vectors of ``widths`` [P] elements, or layout.n."""
-    each: Sequence[int | None] = widths or [None] * len(payloads)
-    return [layout.unpack(payload, width) for payload, width in zip(payloads, each, strict=True)]
+def pack(
+    layout: MessageLayout, selection: Selection, out: Tensor, edges: Tensor | None = None, but: int | None = None
+) -> Tensor:
+    """Write a message, or one of each of R parts, to ``out`` [R * nbytes] uint8, which is returned.
+
+    The selection's values keep the rounding errors.  ``edges`` [R + 1] lie between the parts, whose indices are written
+    as they count from where a part begins.  There is none for the part ``but``.
+    """
+    if edges is None:
+        return layout.pack(selection, out)
+    for row, (each, start) in enumerate(zip(_each(selection), edges.tolist(), strict=False)):
+        if row != but:
+            layout.pack(_moved(each, -start), out.view(-1, layout.nbytes)[row])
+    return out
 
 
-def moved(selection: Selection, start: int, stop: int, n: int) -> Selection:
-    """``selection`` of the part [``start``, ``stop``) of [0, n), counted from its start, as one of the whole."""
-    return replace(selection, index=selection.index + start)
+def unpack(layout: MessageLayout, payloads: Tensor, n: int, edges: Tensor | None = None) -> Selection:
+    """Read messages [R, nbytes] uint8 of vectors of ``n`` elements, or of parts of one, between ``edges`` [R + 1]."""
+    limits = [(0, n)] * len(payloads) if edges is None else list(pairwise(edges.tolist()))
+    return _together(
+        [_moved(layout.unpack(each, stop - start), start) for each, (start, stop) in zip(payloads, limits, strict=True)]
+    )
+
+
+def led_by(own: Selection, start: int, others: Selection) -> Selection:
+    """``own``, of a part that begins at ``start``, before ``others`` of that part; for :func:`add_up`."""
+    return _together([_moved(own, -start), *_each(others)])
+
+
+def as_one(selection: Selection) -> Selection:
+    """One selection of those of consecutive parts."""
+    return Selection(selection.index, selection.values)
 
 
 def join(parts: Sequence[Selection], edges: Sequence[int]) -> Selection:
-    """One selection of selections of the consecutive parts between ``edges``; ``near`` is 0."""
-    index = torch.cat([part.index for part in parts])
-    for place, start in zip(index.split([part.count for part in parts]), edges, strict=False):
-        place += start
-    return Selection(index, torch.cat([part.values for part in parts]), sum(part.seen for part in parts))
+    """One selection of selections of consecutive vectors; ``near`` is 0."""
+    index = [each.index + start for each, start in zip(parts, edges, strict=False)]
+    return Selection(torch.cat(index), seen=sum(each.seen for each in parts))
 
 
 def compact(selection: Selection, most: int) -> Selection:
@@ -95,16 +127,15 @@ def compact(selection: Selection, most: int) -> Selection:
     return selection
 
 
-def among(selection: Selection, index: Tensor, n: int) -> Selection:
-    """The part of ``selection`` of [0, n) that is in ``index`` too, which rises."""
-    both = Sparse(selection.index, selection.values)[nonzero(contained(selection.index, index))]
+def among(selection: Selection, others: Selection, n: int) -> Selection:
+    """The part of ``selection`` of [0, n) that is in ``others`` too; both are of the same parts."""
+    both = Sparse(selection.index, selection.values)[nonzero(contained(selection.index, others.index))]
     return Selection(both.index, both.values)
 
 
-def unite(selections: Sequence[Selection], n: int) -> Selection:
-    """The elements that are in any of ``selections``, without values."""
-    first, *others = [selection.index for selection in selections]
-    return Selection(torch.cat([first, *others]).unique() if others else first)
+def unite(selections: Selection, n: int) -> Selection:
+    """The elements that are in any of several selections, without values."""
+    return Selection(selections.index.unique() if selections.count.numel() > 1 else selections.index)
 
 
 def total(selection: Selection, n: int) -> Sparse:
@@ -112,10 +143,32 @@ def total(selection: Selection, n: int) -> Sparse:
     return Sparse(selection.index, selection.values)
 
 
-def add_up(selections: Sequence[Selection], n: int) -> tuple[Sparse, int]:
-    """The sum of ``selections`` of [0, n), added in their order, and how many elements are in any of them."""
-    summed = add_up_sparse([total(selection, n) for selection in selections], n)
+def add_up(selections: Selection, n: int) -> tuple[Sparse, int]:
+    """The sum of several selections of [0, n), added in their order, and how many elements are in any of them."""
+    summed = add_up_sparse([total(each, n) for each in _each(selections)], n)
     return summed, summed.index.numel()
+
+
+def _together(each: Sequence[Selection]) -> Selection:
+    """Selections of several parts or ranks as one."""
+    counts = [[s.seen, s.near, s.load, s.count, s.intact] for s in each]
+    index, values = (
+        torch.cat([getattr(s, key) for s in each]) if each else torch.empty(0) for key in ("index", "values")
+    )
+    return Selection(index, values, *torch.tensor(counts, dtype=torch.int64, device="cpu").view(-1, 5).unbind(1))
+
+
+def _each(selection: Selection) -> list[Selection]:
+    """The selections that :func:`_together` made one of."""
+    rows = torch.stack([selection.seen, selection.near, selection.load, selection.count, selection.intact], 1).tolist()
+    sizes = [count for *_, count, _ in rows]
+    values = selection.values.split(sizes) if selection.values.numel() else [selection.values] * len(rows)
+    return [Selection(*x) for x in zip(selection.index.split(sizes), values, *zip(*rows, strict=True), strict=True)]
+
+
+def _moved(selection: Selection, start: int) -> Selection:
+    """``selection`` of a part of a vector that begins at ``start``, counted from its start, as one of the whole."""
+    return replace(selection, index=selection.index + start) if start else selection
 
 
 def at_most(capacity: int, index: Tensor, x: Tensor) -> Tensor:

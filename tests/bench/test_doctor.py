@@ -78,11 +78,11 @@ def test_the_screen_says_what_will_be_used(devices: int) -> None:
     assert "6 on 2 hosts: 1x2x1gbit+1x4x1gbit" in shown.get()
 
 
-@pytest.mark.parametrize("devices", [0, 1, 8])
+@pytest.mark.parametrize("devices", [0, 1, 2, 8])
 def test_what_is_examined_is_what_the_devices_allow(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], devices: int
 ) -> None:
-    """On ranks in fake: Gloo on the CPU, NCCL on each device, Gloo on one."""
+    """On ranks in fake: Gloo on the CPU, NCCL on each device, and on one that is alone among several, Gloo on one."""
     done: list[Any] = []
 
     def on_this_machine(schedule: Schedule, size: int, on_one_device: bool = False) -> Iterator[Round]:
@@ -94,8 +94,14 @@ def test_what_is_examined_is_what_the_devices_allow(
     assert main(["doctor"]) == (devices > 0)
     assert ("wrong: micro failed: it broke" if devices else "Nothing is wrong.") in capsys.readouterr().out
     few, over_gloo, every = (",".join(each) for each in (doctor.FEW, doctor.OVER_GLOO, doctor.STRATEGIES))
-    on_devices = [("cpu", few, 2, False), ("cuda", every, devices, False), ("cuda", over_gloo, 3, True)]
-    assert done == (on_devices if devices else [("cpu", every, 2, False)])
+    with_members = ",".join(doctor.STRATEGIES + doctor.MEMBERS)
+    of_each = {
+        0: [("cpu", every, 2, False)],
+        1: [("cuda", every, 1, False), ("cuda", with_members, 4, True)],
+        2: [("cuda", every, 2, False)],
+        8: [("cuda", with_members, 8, False)],
+    }[devices]
+    assert done == ([("cpu", few, 2, False), *of_each, ("cuda", over_gloo, 3, True)] if devices else of_each)
 
 
 # --- real ranks

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse import Dense, LocalSteps, SparseHook
-from lightning_sparse.bench.compare.workloads import ByteGPT, Task, byte_lm, learning_rate
+from lightning_sparse.bench.compare.workloads import GPT, Task, byte_lm, learning_rate
 from lightning_sparse.options import Options
 from tests.support.processes import Ranks
 
@@ -32,7 +32,7 @@ RUN = Run("ddp", 4, 3, 1e-3, 0)
 
 def tiny(seed: int) -> Task:
     torch.manual_seed(seed)
-    return Task(ByteGPT(16, 1, 2), (torch.randint(256, (100, 65)),), (torch.randint(256, (10, 65)),), 8)
+    return Task(GPT(16, 1, 2), (torch.randint(256, (100, 65)),), (torch.randint(256, (10, 65)),), 8)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- ranks
 
 
-def model(kind: type[ByteGPT] = ByteGPT) -> ByteGPT:
+def model(kind: type[GPT] = GPT) -> GPT:
     torch.manual_seed(0)
     return kind(16, 1, 2)
 
@@ -56,7 +56,7 @@ def batches(step: int, ranks: int = RANKS) -> list[tuple[Tensor]]:
     return [(batch(step, rank),) for rank in range(ranks)]
 
 
-def assert_same_weights(own: ByteGPT, other: ByteGPT, atol: float) -> None:
+def assert_same_weights(own: GPT, other: GPT, atol: float) -> None:
     for (name, p), q in zip(own.named_parameters(), other.parameters(), strict=True):
         if name.endswith("in_proj_bias"):  # that of keys has no gradient but for rounding, which Adam makes steps of
             p, q = (each.view(3, -1)[[0, 2]] for each in (p, q))
@@ -99,7 +99,7 @@ def test_an_outer_step_of_all_weights_every_h_steps_is_diloco() -> None:
     assert_same_weights(own, shared, atol=1e-5)
 
 
-class _AsDDPWantsIt(ByteGPT):
+class _AsDDPWantsIt(GPT):
     def forward(self, windows: Tensor) -> Tensor:
         return self.training_step([windows])
 

@@ -1,4 +1,7 @@
-"""What a rank's averager keeps between two steps, in bytes of tensors: L ranks of a member have one part in L each."""
+"""What a rank's averager keeps between two steps, in bytes of tensors: L ranks of a member have one part in L each.
+
+And what a save takes meanwhile, of any device: at most twice the largest parameter, however many ranks there are.
+"""
 
 import gc
 import types
@@ -8,13 +11,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+import lightning_sparse as ls
+from lightning_sparse.checkpoint import residuals as checkpoint
+from lightning_sparse.checkpoint.rank_local import RankLocalState
+from lightning_sparse.engine.groups import lay_out
+from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.hook import SparseHook
 from lightning_sparse.local_steps.averager import LocalAverager
 from lightning_sparse.network.comm import Comm
+from lightning_sparse.network.cut import Cut
+from lightning_sparse.network.process_groups import Between
 from lightning_sparse.network.simulated import SimComm
 from lightning_sparse.options import Options
+from tests.support.fake_cuda import FakeCuda, place_of, unavailable_reason
+from tests.support.fake_nccl import FakeNccl
 from tests.support.in_process import Meeting, Network, ThreadComm, ThreadDDP, ThreadGroups, ThreadRanks
+from tests.support.on_fake_cuda import parameters
 
 STEPS, LOCAL = 6, 4
 GROUP_BYTES = 2**17  # of gradient
@@ -125,3 +139,52 @@ def test_a_rank_of_a_member_keeps_its_part(way: str, monkeypatch: pytest.MonkeyP
 def cut(found: dict[str, int]) -> int:
     """What is to be cut among the ranks of a member."""
     return found["in all"] - found["inside"] - found.get("second moments", 0)
+
+
+# - a save
+
+PARAMETERS = {"small": (300, 70), "large": (4096, 2**13), "last": (7,)}
+
+
+class Memory(FakeCuda):
+    """A fake device that knows how many bytes its tensors take, now and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def allocate(self, x: Tensor) -> None:
+        if place_of(x) == "cuda":
+            storage = x.untyped_storage()
+            self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            self.peak = max(self.peak, self.now_bytes)
+
+    @property
+    def now_bytes(self) -> int:
+        self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
+        return sum(nbytes for _, nbytes in self._alive.values())
+
+
+@pytest.mark.skipif(bool(unavailable_reason()), reason=unavailable_reason() or "")
+@pytest.mark.parametrize("residuals", ["per_rank", "mean"])
+@pytest.mark.parametrize("local", [1, 8])
+def test_a_save_takes_at_most_twice_the_largest_parameter_on_a_device(
+    local: int, residuals: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_sparse.engine.inside.everywhere", lambda text, comm, device: [text] * comm.size)
+    members = 64 // local  # as many as ranks of a member, where these are several
+    with Memory().entered() as cuda, (nccl := FakeNccl(0, members)).in_place():
+        assert isinstance(cuda, Memory)
+        of = parameters(PARAMETERS)
+        groups = lay_out(of, ls.TopK(), "bucket", 50_000, Cut(0, local))
+        averager = GradientAverager(groups, [nccl.comm()], threaded=False)
+        between = Between(nccl.comm(), nccl.comm() if local > 1 else None, nccl.comm())
+        cuda.peak = before = cuda.now_bytes
+        saved = checkpoint.gather(
+            averager, residuals, between, "top_k", {}, RankLocalState([], None, nn.Module(), False), False
+        )
+        rows = (members,) if residuals == "per_rank" else ()
+        assert {name: x.shape for name, x in saved.unsent.items()} == {n: (*rows, *s) for n, s in PARAMETERS.items()}
+        assert {x.device.type for x in saved.unsent.values()} == {"cpu"}
+        assert 0 < cuda.peak - before <= 2 * max(4 * p.numel() for p in of.values())

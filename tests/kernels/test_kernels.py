@@ -25,7 +25,7 @@ from lightning_sparse.kernels.blocks import SliceSegment
 from lightning_sparse.selection.host import SMALLEST, above
 from lightning_sparse.selection.sketch import CountSketch, hashes
 from lightning_sparse.selection.threshold import NEAR
-from lightning_sparse.wire import INDEX_FORMATS, INT2, INT4, INT8, SIGN, CorruptMessage
+from lightning_sparse.wire import BFLOAT16, FLOAT16, FLOAT32, INDEX_FORMATS, INT2, INT4, INT8, SIGN, CorruptMessage
 from tests.support.wire import draw, encoded, random_set, sets
 
 BLOCK16 = INDEX_FORMATS["block16"]
@@ -234,7 +234,56 @@ def taken(values: Tensor, form: Any, cut: SliceSegment, row_bytes: int, first: i
     yield rows
 
 
-CHECKS = [check_select, check_scatter, check_sketch, check_indices, check_damaged_indices, check_blocks, check_rows]
+def check_floats(device: torch.device) -> None:
+    for form in (FLOAT32, BFLOAT16, FLOAT16):
+        for n, size in ((0, 2), (1, 2), (5, 4), (1000, 4), (4097, 3), (9000, 5)):
+            width = -(-n // size)
+            for start, length in {(0, width), (0, min(width, 512)), (512, min(width - 512, 1024))}:
+                for values in vectors(n) if length > 0 else ():
+                    cut = SliceSegment(size, width, start, length, rotation=n % size)
+                    is_tiny = values.abs() < 1e-37  # which the interpreter reads wrong in bfloat16
+                    given = values.masked_fill(is_tiny, 0.0) if ops.INTERPRETED else values
+                    compare_floats(device, 1e5 * given, form, cut)
+
+
+def compare_floats(device: torch.device, values: Tensor, form: Any, cut: SliceSegment) -> None:
+    """With the formats on a CPU, whose rows follow each other; the kernels' have something in between."""
+    n, row_bytes = values.numel(), 4 * -(-form.nbytes(cut.length) // 4)
+    segment = cut.width, cut.start, cut.length, cut.rotation
+    first, count = cut.size - 1, max(1, cut.size - 1)
+    kept, rows = taken(values, form, cut, row_bytes, first, count)
+    ours, written = (torch.zeros(*shape, device=device) for shape in ((n + 2,), (cut.size, row_bytes // 4 + 3)))
+    ours[1:-1] = values
+    there = written.view(form.dtype)[:, : rows.view(form.dtype).shape[1]]
+    ops.take_floats(ours[1:-1], there, *segment, first, count)
+    same(ours[1:-1], kept)
+    same(there, rows.view(form.dtype))
+    assert not written[:, -3:].any()
+
+    read, read_there = torch.ones(n), torch.ones(n + 2, device=device)
+    form.read_rows(rows, read, cut)
+    ops.read_floats(there, read_there[1:-1], *segment)
+    same(read_there[1:-1], read)
+    assert read_there[[0, -1]].tolist() == [1, 1]
+
+    for onto in (True, False):
+        for step in (1, -1):
+            added, added_there = torch.ones(cut.length), torch.ones(cut.length, device=device)
+            form.add_rows(rows, added, first, step, count, onto)
+            ops.add_floats(there, added_there, first, step, count, onto)
+            same(added_there, added)
+
+
+CHECKS = [
+    check_select,
+    check_scatter,
+    check_sketch,
+    check_indices,
+    check_damaged_indices,
+    check_blocks,
+    check_rows,
+    check_floats,
+]
 every_check = pytest.mark.parametrize("check", CHECKS)
 
 
@@ -337,7 +386,10 @@ def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
 
 if __name__ == "__main__":
     assert ops.INTERPRETED
-    own = {f"lightning_sparse.kernels.{module}_kernel" for module in ("select", "scatter", "sketch", "index", "block")}
+    own = {
+        f"lightning_sparse.kernels.{module}_kernel"
+        for module in ("select", "scatter", "sketch", "index", "block", "float")
+    }
     assert not own & set(sys.modules), "imported before they were needed"
     torch.set_num_threads(1)
     for each in CHECKS:

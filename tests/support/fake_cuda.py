@@ -26,7 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_sparse.kernels import ops
 
 DEVICE = torch.device("cuda", 0)
-KERNEL_MODULES = ("select_kernel", "scatter_kernel", "sketch_kernel", "index_kernel", "block_kernel")
+KERNEL_MODULES = (
+    "select_kernel", "scatter_kernel", "sketch_kernel", "index_kernel", "block_kernel", "float_kernel", "sparse_kernel",
+)  # fmt: skip
 VIEWS = {"aten.slice.Tensor", "aten.view.default", "aten.view.dtype"}  # besides those whose schema says so
 NOT_LAUNCHED = {"aten.empty", "aten.empty_like", "aten.new_empty", "aten.empty_strided", "aten.new_empty_strided"}
 

@@ -60,14 +60,17 @@ class FakeNccl:
     def all_reduce(self, x: Tensor, group: Any, async_op: bool = True) -> "Work":
         return self._launch("all_reduce", group, [x], [x])
 
-    def all_gather(self, out: Sequence[Tensor], x: Tensor, group: Any, async_op: bool = True) -> "Work":
-        """NCCL gathers into one tensor; PyTorch then copies each part to its place."""
-        return self._launch("all_gather", group, [x], list(out), copies=len(out))
-
-    def all_gather_into_tensor(self, out: Tensor, x: Tensor, group: Any, async_op: bool = True) -> "Work":
+    def all_gather_single(self, out: Tensor, x: Tensor, group: Any, async_op: bool = True) -> "Work":
         assert out.is_contiguous()
         assert out.numel() == self.size * x.numel()
         return self._launch("all_gather", group, [x], [out])
+
+    def all_to_all_single(self, out: Tensor, x: Tensor, group: Any, async_op: bool = True) -> "Work":
+        assert out.is_contiguous()
+        assert x.is_contiguous()
+        assert x.shape == out.shape
+        assert len(x) == self.size
+        return self._launch("all_to_all", group, [x], [out])
 
     def broadcast(self, x: Tensor, source: int, group: Any, async_op: bool = True) -> "Work":
         return self._launch("broadcast", group, [x] if source == self.rank else [], [x])
@@ -85,7 +88,7 @@ class FakeNccl:
         leaving = [op.x for op in each if op.call == "isend"]
         return [self._launch("send and receive", each[0].group, leaving, [op.x for op in each if op.call == "irecv"])]
 
-    def _launch(self, name: str, group: Any, read: list[Tensor], written: list[Tensor], copies: int = 0) -> "Work":
+    def _launch(self, name: str, group: Any, read: list[Tensor], written: list[Tensor]) -> "Work":
         cuda = FakeCuda.now()
         self.messages += 1
         if id(group) not in self._streams:
@@ -93,8 +96,7 @@ class FakeNccl:
         own = self._streams[id(group)]
         own.wait_stream(cuda.stream)
         with cuda.on(own):
-            for _ in range(1 + copies):
-                cuda.launch(f"message {name}")
+            cuda.launch(f"message {name}")
             cuda.touch(name, read, written)
         return Work(cuda, own, read, written)
 

@@ -219,7 +219,7 @@ class ThreadGroups:
         """Yield whom the main thread may send to."""
         yield self.between
 
-    def close(self) -> None:
+    def close(self, by_all: bool = True) -> None:
         """Forget the groups."""
         self._made, self._between = [], None
 

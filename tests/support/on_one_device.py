@@ -1,7 +1,7 @@
 """Whether the ranks of the tests train on one CUDA device in place of the CPU: ``TESTS_ON=cuda pytest tests/training``.
 
-NCCL takes no two ranks on one device, so they send over Gloo.  Lightning gives each rank of a host a device of its own;
-here all get the first.
+NCCL takes no two ranks of a host on one device, so they send over Gloo.  Lightning gives each rank of a host a device
+of its own; here all get the first.
 """
 
 import os

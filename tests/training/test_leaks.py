@@ -1,5 +1,6 @@
 """What a fit or a hook takes of the process, it gives back: file descriptors and threads."""
 
+import gc
 import os
 import threading
 import time
@@ -10,12 +11,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.engine.lanes import Lane
 from lightning_sparse.local_steps.averager import LocalAverager
 from lightning_sparse.network.comm import Comm
+from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.network.simulated import SimNetwork
 from tests.support.local_steps import CHOSEN, auto
 from tests.support.models import Small, data, small, take_steps, trainer
@@ -112,6 +115,41 @@ def test_a_hook_that_is_dropped_without_being_closed_holds_nothing(ranks: Ranks)
     for found in ranks.run(of_hooks, 2):
         for name, each in found.items():
             assert not grows(each), (name, each)
+
+
+def by_rules_of_nccl(rank: int, size: int) -> dict[str, int]:
+    """Process groups that stay when a hook ends that was told that NCCL carries them, over Gloo, in several ways."""
+    world = dist.distributed_c10d._world
+
+    def closed(hooks: list[ls.SparseHook]) -> None:
+        hooks.pop().close()
+
+    def closed_after_an_error(hooks: list[ls.SparseHook]) -> None:
+        try:
+            raise KeyError("this batch")
+        except KeyError:
+            hooks.pop().close()
+
+    def dropped(hooks: list[ls.SparseHook]) -> None:
+        hooks.clear()
+        gc.collect()
+
+    found = {}
+    for end in (closed, closed_after_an_error, dropped):
+        before, ddp = len(world.pg_map), DistributedDataParallel(small().net)
+        groups = ProcessGroups(ddp)
+        groups.nccl, groups._on_cpu = True, False
+        hooks = [ls.SparseHook(ddp, "skip_reduce", local_steps=2, process_groups=groups)]
+        assert len(world.pg_map) == before + 1
+        take_steps(ddp, torch.optim.SGD(ddp.parameters(), 0.1), 0, 2, rank)
+        end(hooks)
+        found[end.__name__] = len(world.pg_map) - before
+    return found
+
+
+def test_groups_over_nccl_are_destroyed_where_all_ranks_do_it_at_once(ranks: Ranks) -> None:
+    expected = {"closed": 0, "closed_after_an_error": 1, "dropped": 1}
+    assert ranks.run(by_rules_of_nccl, 2, gloo=True) == [expected] * 2
 
 
 def lane_threads() -> int:

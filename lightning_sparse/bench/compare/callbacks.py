@@ -191,7 +191,8 @@ class Judge(Callback):
             strategy.hook.show_average()
         own = self._data[trainer.global_rank :: trainer.world_size].to(strategy.root_device)
         module.eval()
-        loss = module.training_step([own])
+        with trainer.precision_plugin.val_step_context():
+            loss = module.training_step([own])
         module.train()
         assert isinstance(loss, Tensor)
         seconds = sum(step.s for step in self._probe.steps)

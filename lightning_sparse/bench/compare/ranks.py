@@ -1,12 +1,14 @@
 """Where a process stands among ranks, and the processes that train on one: one after the other, or in turn."""
 
 import ctypes
+import faulthandler
 import fcntl
 import json
 import multiprocessing
 import os
 import signal
 import socket
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
@@ -63,6 +65,16 @@ class RankInfo:
         read_sent(interface)  # complains now if there is none of this name
         ranks = started.global_rank(), started.local_rank(), started.world_size(), local_size, hosts
         return cls(*ranks, address, port, store_is_there, interface)
+
+
+def on_shared_device(rank: int) -> dict[str, str]:
+    """Return what the environment of a rank must hold for NCCL to take it on a device that it shares with others.
+
+    NCCL refuses two ranks of one host on one device, and ``NCCL_HOSTID`` is what tells hosts apart.  What such ranks
+    send goes through sockets, as between machines with Ethernet: not over InfiniBand or a plugin, where there is one,
+    nor over an NVLink between machines, which NCCL looks for where hosts differ.
+    """
+    return {"NCCL_HOSTID": f"rank {rank}", "NCCL_NET": "Socket", "NCCL_MNNVL_ENABLE": "0"}
 
 
 def interfaces() -> dict[str, str]:
@@ -141,12 +153,14 @@ def results_of(
     """Have each turn ``train`` in a process of its own; yield its MeasuredRun as JSON, or {"error": ...}, as it ends.
 
     One process trains at a time: the others wait, at first, and whenever they take the next of :meth:`Turn.waiting`.
+    One that takes longer than the schedule's limit is ended.
     """
     running: dict[Connection, tuple[Turn, BaseProcess]] = {}
     for turn in turns:
         receiving, sending = _FORK.Pipe(duplex=False)
-        running[receiving] = turn, child(train, turn, sending)
+        running[receiving] = turn, child(_train, turn, sending, train)
         sending.close()  # ours: so that the end of the process is the end of the pipe
+    began = time.monotonic()
     line, times = deque(running), Counter[Connection]()  # the first of the line trains; how often it went on
 
     def go_on() -> None:
@@ -159,10 +173,11 @@ def results_of(
         while running:
             ready = wait([*running], _GLANCE_S)
             for receiving, (turn, process) in list(running.items()):
-                if receiving not in ready and not turn.store.check(["failed"]):
+                why = "" if receiving in ready else _why_to_end(turn, began)
+                if receiving not in ready and not why:
                     continue
                 trained = receiving is line[0]
-                result = _sent(receiving, turn.place.rank, process) if receiving in ready else {"error": STOPPED}
+                result = {"error": why} if why else _sent(receiving, turn.place.rank, process)
                 if result is None:
                     line.rotate(-1)
                 else:
@@ -175,6 +190,26 @@ def results_of(
     finally:
         for _, process in running.values():
             process.kill()
+
+
+def _train(turn: Turn, results: Connection, train: Callable[[Turn, Connection], None]) -> None:
+    """In a process of its own ``train``, and say on standard error where this is when the limit is reached."""
+    if turn.schedule.limit_s is not None:
+        faulthandler.dump_traceback_later(turn.schedule.limit_s)
+    train(turn, results)
+
+
+def _why_to_end(turn: Turn, began: float) -> str:
+    """Why a process that has sent nothing must end; "" if it may go on."""
+    if turn.store.check(["failed"]):
+        return STOPPED
+    limit_s = turn.schedule.limit_s
+    if limit_s is not None and time.monotonic() > began + limit_s + _GLANCE_S:
+        return (
+            f"it hung: rank {turn.place.rank} had not ended after {limit_s:g} s. Standard error says where its "
+            "threads were. Please report it, with all that this command prints."
+        )
+    return ""
 
 
 def _end(turn: Turn, process: BaseProcess, result: dict[str, Any]) -> None:

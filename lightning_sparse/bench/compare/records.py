@@ -44,6 +44,7 @@ class MeasuredRun:
     steps: list[MeasuredStep]  # all, the untimed ones at the start included
     predicted_s: float | None = None  # of a step, by LayerFusion; None where it has no plan
     advices: list[dict[str, Any]] = field(default_factory=list)  # rank 0's, on every strategy: for `advise`
+    compiled_s: float | None = None  # in which a rank compiled kernels; None where Triton is missing, or older than 3.4
 
     @staticmethod
     def mean(runs: Sequence["MeasuredRun"]) -> "MeasuredRun":
@@ -55,7 +56,8 @@ class MeasuredRun:
         ]
         peak = max(run.peak_memory_bytes for run in runs)
         predicted_s = of_known(fmean, (run.predicted_s for run in runs))
-        return replace(runs[0], peak_memory_bytes=peak, steps=steps, predicted_s=predicted_s)
+        compiled_s = of_known(fmean, (run.compiled_s for run in runs))
+        return replace(runs[0], peak_memory_bytes=peak, steps=steps, predicted_s=predicted_s, compiled_s=compiled_s)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "MeasuredRun":
@@ -69,7 +71,7 @@ class Round:
 
     cluster: str  # as it was asked for, such as "4x1gbit"
     strategy: str  # label of the row it belongs to
-    number: int  # from 0
+    number: int  # from 0, or that in which kernels are compiled
     ranks: int  # how many trained
     warmup: int  # steps at the start that are not timed
     run: MeasuredRun | None  # the mean over the ranks; None if it failed

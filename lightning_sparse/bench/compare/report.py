@@ -138,9 +138,25 @@ def failures(rounds: Sequence[Round]) -> list[str]:
     return [f"{r.strategy} failed on {r.cluster} in round {r.number}: {r.error}" for r in rounds if r.error]
 
 
+def compiling(compiled: Sequence[Round], rounds: Sequence[Round]) -> list[str]:
+    """Say for how long a rank compiled kernels, in ``compiled`` and in the ``rounds`` that count, where it is known."""
+    meanwhile, said = by_row(rounds), []
+    for row, own in by_row(compiled).items():
+        if (before_s := _compiled_s(own)) is not None:
+            said.append(
+                f"{row[1]} compiled kernels on {row[0]} for {before_s:.1f} s before it was timed, and for "
+                f"{_compiled_s(meanwhile.get(row, [])) or 0.0:.1f} s while it was."
+            )
+    return said
+
+
+def _compiled_s(rounds: Sequence[Round]) -> float | None:
+    return of_known(sum, (r.run.compiled_s for r in rounds if r.run))
+
+
 def page(
     rows: Sequence[Summary],
-    rounds: Sequence[Round],
+    notes: Sequence[str],
     workload: str,
     facts: Mapping[str, Any],
     files: Sequence[str],
@@ -151,7 +167,7 @@ def page(
     for table in tables(rows, workload):
         lines += [f"## {table.title}", "", markdown(table)]
     links = (f"![{name}]({name})" if name.endswith(".svg") else f"- [{name}]({name})" for name in files)
-    lines += [*(f"- {failure}" for failure in failures(rounds)), "", COLUMNS.read_text()]
+    lines += [*(f"- {note}" for note in notes), "", COLUMNS.read_text()]
     return "\n".join([*lines, "## Where it was measured", "", listed(facts), "## Files", "", *links, ""])
 
 

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from lightning_sparse.bench.cluster import INTERFACE, MASTER_PORT, Cluster, ClusterError, parse, unavailable_reason
 from lightning_sparse.bench.compare import report, until_loss
-from lightning_sparse.bench.compare.ranks import RankInfo
+from lightning_sparse.bench.compare.ranks import RankInfo, on_shared_device
 from lightning_sparse.bench.compare.records import Round
-from lightning_sparse.bench.compare.schedule import Schedule, schedules
+from lightning_sparse.bench.compare.schedule import COMPILING, Schedule, schedules
 from lightning_sparse.bench.compare.strategies import parse_strategies
 from lightning_sparse.bench.compare.worker import take_turns
 from lightning_sparse.bench.compare.workloads import count_parameters, workload_named
@@ -55,6 +55,7 @@ def _report(options: Bench, schedules: Sequence[Schedule], measure: Measure) -> 
     facts["parameters"] = count_parameters(workload_named(options.workload))
     results = new_file(options.output, f"{datetime.now(timezone.utc):%Y-%m-%d-%H%M%S}-{options.workload}")
     rounds: list[Round] = []
+    compiled: list[Round] = []  # of which only the seconds of compiling count
     turns = sum(len(schedule.turns()) for schedule in schedules)
     try:
         with results.open("a") as file, new_progress(console) as progress:
@@ -64,24 +65,33 @@ def _report(options: Bench, schedules: Sequence[Schedule], measure: Measure) -> 
                 before, order = len(rounds), [(number, row.label) for number, row in schedule.turns()]
                 with closing(measure(schedule)) as found:
                     for each in found:
-                        rounds.append(each)
-                        file.write(json_line("round", each))
+                        only_compiled = each.number == COMPILING and not each.error
+                        (compiled if only_compiled else rounds).append(replace(each, number=max(each.number, 0)))
+                        file.write(json_line("compiled" if only_compiled else "round", each))
                         file.flush()
                         took = f"{1e3 * fmean(s.s for s in each.timed):.0f} ms a step" if each.timed else "failed"
+                        took = "kernels are compiled" if only_compiled else took
                         said = f"{each.cluster} {each.strategy}: {took}"
                         progress.update(task, advance=1, description=said, refresh=True)
                 rounds[before:] = sorted(rounds[before:], key=lambda r: order.index((r.number, r.strategy)))
     finally:
         if rounds:
-            facts["turns"] = f"{len(rounds)} of {turns}"
-            _write(options, schedules[0], rounds, facts, results, console)
+            facts["turns"] = f"{len(rounds) + len(compiled)} of {turns}"
+            notes = [*report.failures(rounds), *report.compiling(compiled, rounds)]
+            _write(options, schedules[0], rounds, notes, facts, results, console)
     return int(any(each.error for each in rounds))
 
 
 def _write(
-    options: Bench, schedule: Schedule, rounds: Sequence[Round], facts: dict[str, Any], results: Path, console: Console
+    options: Bench,
+    schedule: Schedule,
+    rounds: Sequence[Round],
+    notes: Sequence[str],
+    facts: dict[str, Any],
+    results: Path,
+    console: Console,
 ) -> None:
-    """Add the summaries to the file of ``results``, write the page and the plots, and show the tables."""
+    """Add the summaries to the file of ``results``, write the page and the plots, and show the tables and ``notes``."""
     losses, workload = schedule.until_loss, schedule.workload
     best = until_loss.at_best_rates(rounds, losses)
     rows = report.summarise(best, parse_strategies(schedule.strategies)[0].label)
@@ -92,10 +102,11 @@ def _write(
         facts |= {"device": rounds[0].run.device, "threads of a rank": rounds[0].run.threads}
     reached = until_loss.rows(rounds, losses) if losses else {}
     section = until_loss.section(reached, losses) if losses else ""
-    results.with_suffix(".md").write_text(report.page(rows, rounds, workload, facts, [results.name, *images], section))
+    files = [results.name, *images]
+    results.with_suffix(".md").write_text(report.page(rows, notes, workload, facts, files, section))
     for table in (*report.tables(rows, workload), *until_loss.tables(reached, losses)):
         console.print(table)
-    for line in (*report.failures(rounds), f"results: {results}"):
+    for line in (*notes, f"results: {results}"):
         say(console, line)
 
 
@@ -152,7 +163,10 @@ def on_this_machine(schedule: Schedule, size: int, on_one_device: bool = False) 
     with ExitStack() as stack:
         processes = []
         for place in places:
-            process = subprocess.Popen(_worker(schedule, place), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+            own = os.environ | (on_shared_device(place.rank) if on_one_device else {})
+            process = subprocess.Popen(
+                _worker(schedule, place), env=own, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+            )
             stack.enter_context(process)
             stack.callback(process.kill)
             processes.append(process)

@@ -16,6 +16,7 @@ from lightning_sparse.checks import check_one_of
 from lightning_sparse_cli import Bench, losses, rates, seeds
 
 ROUNDS = 5  # where neither they nor seeds are given
+COMPILING = -1  # Number of the round before the first: it is not timed, and what it trains has its kernels compiled.
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,16 @@ class Schedule:
     seeds: Sequence[int] = ()  # of the rounds, in turn; nothing: 0, 1, 2, ...
     floor: bool = False  # whether to train without communication too
     interleave: bool = False  # whether the trainings of a round go on in turn, each from one evaluation to its next
+    limit_s: float | None = None  # after which turns that go on together are taken to hang
+    compile_first: bool = False  # whether there is a round in which kernels are compiled
 
     @property
     def shares_a_device(self) -> bool:
-        """Whether emulated hosts are all on one device, which NCCL does not take; real ranks have "auto"."""
+        """Whether emulated hosts are all on one device, and send over Gloo; real ranks have "auto"."""
         return bool(self.cluster) and self.accelerator == "cuda"
 
     def turns(self) -> list[tuple[int, StrategySpec]]:
-        """Rounds and strategies in the order in which they run, that without communication first.
+        """Rounds and strategies in the order in which they run: what is to compile, and that without communication.
 
         Every other round runs backwards, so that none is favoured by its place.  Where learning rates are tried, the
         strategies of later rounds do not have theirs yet.
@@ -53,7 +56,8 @@ class Schedule:
             for row in rows
         ]
         later = [(number, row) for number in range(1, self.rounds) for row in (rows[::-1] if number % 2 else rows)]
-        return [(0, row) for each in tried for row in each] + later
+        compiling = [(COMPILING, each[0]) for each in tried if each[0].has_kernels] if self.compile_first else []
+        return compiling + [(0, row) for each in tried for row in each] + later
 
     def groups(self) -> list[list[tuple[int, StrategySpec]]]:
         """The turns, together those that are interleaved: all of a round."""
@@ -62,6 +66,7 @@ class Schedule:
         return [list(turns) for _, turns in groupby(self.turns(), key=itemgetter(0))]
 
     def seed(self, number: int) -> int:
+        number = max(number, 0)
         return self.seeds[number % len(self.seeds)] if self.seeds else number
 
     def at_best_rate(self, row: StrategySpec, rounds: Sequence[Round]) -> StrategySpec:
@@ -91,8 +96,20 @@ def schedules(options: Bench) -> list[Schedule]:
     if options.accelerator == "cuda" and not torch.cuda.device_count():
         raise ValueError("--accelerator must be cpu where PyTorch finds no CUDA device; got 'cuda'. See nvidia-smi.")
     where = options.accelerator if options.emulate else "auto"
+    on_device = options.accelerator == "cuda" or (not options.emulate and torch.cuda.is_available())
     first = Schedule(
-        "", options.workload, strategies, *counts, where, until, options.seconds, tried, given, True, options.interleave
+        "",
+        options.workload,
+        strategies,
+        *counts,
+        where,
+        until,
+        options.seconds,
+        tried,
+        given,
+        floor=True,
+        interleave=options.interleave,
+        compile_first=on_device,
     )
     return [replace(first, cluster=cluster.strip()) for cluster in options.emulate.split(",")]
 

@@ -174,6 +174,11 @@ class StrategySpec:
             )
         return self._build_sparse(NAMES[name], options, ddp_kwargs)
 
+    @property
+    def has_kernels(self) -> bool:
+        """Whether it is one of this project's, which has kernels of its own on a device."""
+        return isinstance(self.build(), SparseDDPStrategy)
+
     def _build_sparse(self, kind: type[Any], options: dict[str, str], ddp_kwargs: dict[str, Any]) -> SparseDDPStrategy:
         """Make one of ours: options are the compressor's, the strategy's and those of local steps."""
         of_compressor = {f.name: f.default for f in fields(kind)}

@@ -29,7 +29,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from lightning_sparse.bench.compare.callbacks import Judge, LearningRate, Probe
 from lightning_sparse.bench.compare.ranks import PATIENCE, STOPPED, RankInfo, Turn, child, connect, results_of
 from lightning_sparse.bench.compare.records import MeasuredRun, Round, advise_on
-from lightning_sparse.bench.compare.schedule import Schedule
+from lightning_sparse.bench.compare.schedule import COMPILING, Schedule
 from lightning_sparse.bench.compare.strategies import ADVISE
 from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.hook import SparseHook
@@ -37,6 +37,8 @@ from lightning_sparse.trainer.strategy import SparseDDPStrategy
 
 _MEETING = timedelta(minutes=2)  # until all workers must have started
 FEW_STEPS = 3  # timed steps that `advise` has of plain DDP, which may be long
+COMPILING_STEPS = 24  # After which a strategy has used its kernels, in all its groups; more than 16, as DiLoCo needs.
+MOST_COMPILING_STEPS = 100  # Of sparse_auto, if it has not chosen before.
 #: Arguments of a Trainer that writes nothing.
 QUIET: dict[str, Any] = dict.fromkeys(
     ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
@@ -159,24 +161,27 @@ def _devices(turn: Turn) -> int | list[int]:
 
 def _fit(turn: Turn, waiting: Iterator[int]) -> MeasuredRun:
     schedule, place, rate = turn.schedule, turn.place, turn.strategy.learning_rate
+    compiled, is_compiling = _times_of_compiling(), turn.number == COMPILING
     seed_everything(schedule.seed(turn.number), verbose=False)  # the same model and batches for all of a round
     workload = workload_named(schedule.workload)
     module = workload.module()
     probe = Probe(place.interface if place.local_rank == 0 else None, workload.learns)  # one counts for its host
     callbacks: list[Callback] = [probe, LearningRate(rate, workload.schedule)]
-    if schedule.until_loss and workload.held_out is not None:
+    if schedule.until_loss and workload.held_out is not None and not is_compiling:
         least = schedule.warmup + 1
         lowest, seconds, others = min(schedule.until_loss), schedule.seconds, waiting if schedule.interleave else None
         callbacks.append(Judge(probe, workload.held_out(), lowest, seconds, least, others))
-    if ADVISE in schedule.strategies.split(","):
-        callbacks.append(_Enough(probe, schedule.warmup))
+    if ADVISE in schedule.strategies.split(",") or is_compiling:
+        callbacks.append(_Enough(probe, COMPILING_STEPS if is_compiling else schedule.warmup + FEW_STEPS))
+    most = schedule.warmup + schedule.steps if schedule.seconds is None else -1
     trainer = Trainer(
         accelerator=schedule.accelerator,
         devices=_devices(turn),
         num_nodes=as_nodes(turn).hosts,
+        precision=workload.precision,
         strategy=turn.strategy.build(**({"process_group_backend": "gloo"} if schedule.shares_a_device else {})),
         plugins=[TorchElasticEnvironment()],
-        max_steps=schedule.warmup + schedule.steps if schedule.seconds is None else -1,
+        max_steps=MOST_COMPILING_STEPS if is_compiling else most,
         max_epochs=-1,
         callbacks=callbacks,
         **QUIET,
@@ -196,7 +201,24 @@ def _fit(turn: Turn, waiting: Iterator[int]) -> MeasuredRun:
         steps=probe.steps,
         predicted_s=plan.step_s if plan else None,
         advices=[asdict(each) for each in advices],
+        compiled_s=None if compiled is None else sum(compiled),
     )
+
+
+def _times_of_compiling() -> list[float] | None:
+    """A list to which Triton adds the seconds of each kernel that it compiles from now on; None where it would not."""
+    try:
+        from triton import knobs  # type: ignore[import-not-found,import-untyped,unused-ignore]  # since Triton 3.4
+    except ImportError:
+        return None
+    seconds: list[float] = []
+
+    def note(*, times: Any, cache_hit: bool, **others: Any) -> None:
+        if not cache_hit:
+            seconds.append(times.total / 1e6)
+
+    knobs.compilation.listener = note
+    return seconds
 
 
 def _hook(trainer: Trainer) -> SparseHook | None:
@@ -204,10 +226,10 @@ def _hook(trainer: Trainer) -> SparseHook | None:
 
 
 class _Enough(Callback):
-    """Ends a training once `advise` knows of it what it needs: what sparse_auto takes, of others a few steps."""
+    """Ends a training of sparse_auto once it has chosen, and of others after a few ``steps``."""
 
-    def __init__(self, probe: Probe, warmup: int) -> None:
-        self._probe, self._warmup = probe, warmup
+    def __init__(self, probe: Probe, steps: int) -> None:
+        self._probe, self._steps = probe, steps
 
     def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
         del args
@@ -215,7 +237,7 @@ class _Enough(Callback):
         if hook and hook.chooser:
             trainer.should_stop = hook.chooser.is_settled
         else:
-            trainer.should_stop = len(self._probe.steps) >= self._warmup + FEW_STEPS
+            trainer.should_stop = len(self._probe.steps) >= self._steps
 
 
 def main() -> None:

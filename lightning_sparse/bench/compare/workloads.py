@@ -6,11 +6,14 @@ Nothing is downloaded: the digits come with scikit-learn, the text is the source
 import math
 import os
 import pkgutil
+import re
 import sys
 import sysconfig
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from itertools import count, pairwise
 from pathlib import Path
@@ -58,31 +61,46 @@ def mlp(width: int, hidden_layers: int) -> Classifier:
     return Classifier([*layers, nn.Linear(width, 10)], learning_rate=0.01)
 
 
-class ByteGPT(LightningModule):
-    """A GPT over bytes."""
+class GPT(LightningModule):
+    """A GPT over bytes, or over other tokens, of which it sees ``context``.
 
-    def __init__(self, width: int, layers: int, heads: int, learning_rate: float = 5e-4) -> None:
+    ``tied``: it reads and writes tokens with the same weights.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        layers: int,
+        heads: int,
+        learning_rate: float = 5e-4,
+        tokens: int = 256,
+        context: int = CONTEXT,
+        tied: bool = False,
+    ) -> None:
         super().__init__()
-        self.learning_rate = learning_rate
-        self.token = nn.Embedding(256, width)
-        self.position = nn.Parameter(torch.randn(CONTEXT, width) * 0.02)
+        self.learning_rate, self.context = learning_rate, context
+        self.token = nn.Embedding(tokens, width)
+        self.position = nn.Parameter(torch.randn(context, width) * 0.02)
         nn.init.normal_(self.token.weight, std=0.02)
         block = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False)
-        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256, bias=False))
+        head = nn.Linear(width, tokens, bias=False)
+        if tied:
+            head.weight = self.token.weight
+        self.head = nn.Sequential(nn.LayerNorm(width), head)
 
     def training_step(self, batch: Sequence[Tensor]) -> Tensor:
-        """The loss of a batch of windows [B, CONTEXT + 1] of bytes, in nats per byte."""
+        """The loss of a batch of windows [B, context + 1] of tokens, in nats per token."""
         tokens = batch[0].long()
         x = self.token(tokens[:, :-1]) + self.position  # [B, T, C]
-        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT, device=x.device)
+        mask = nn.Transformer.generate_square_subsequent_mask(self.context, device=x.device)
         return cross_entropy(self.head(self.blocks(x, mask, is_causal=True)).flatten(0, 1), tokens[:, 1:].flatten())
 
     def configure_optimizers(self) -> Optimizer:
         return AdamW(self.parameters(), lr=self.learning_rate)
 
 
-TEXT_BYTES = 2_000_000  # of source code that the larger byte models train on
+TEXT_BYTES = 2_000_000  # of source code that the larger models train on
 HELD_OUT_WINDOWS = 64  # of source code after that, to judge them by
 TASK_BYTES = 4_000_000  # of source code that byte_lm trains on
 HELD_OUT = 20  # one file of the source code in so many is held out of byte_lm's
@@ -91,20 +109,57 @@ WARM_UP = 0.1  # of the steps; then the learning rate falls as a cosine, to 0
 WARM_UP_STEPS = 60  # where nobody knows how many steps there will be; as for 600
 
 
-def source_windows(most_bytes: int, wanted: Callable[[int], bool] = lambda number: True) -> Tensor:
-    """Windows [N, CONTEXT + 1] of the bytes of the standard library's modules, of those whose number is ``wanted``."""
+def source_text(most_bytes: int, wanted: Callable[[int], bool] = lambda number: True) -> bytearray:
+    """The standard library's modules one after the other, those whose number is ``wanted``."""
     text = bytearray()
     for number, file in enumerate(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))):
         text += file.read_bytes() if wanted(number) else b""
         if len(text) >= most_bytes:
             break
-    return torch.frombuffer(text, dtype=torch.uint8)[:most_bytes].unfold(0, CONTEXT + 1, CONTEXT)
+    return text[:most_bytes]
+
+
+def source_windows(most_bytes: int, wanted: Callable[[int], bool] = lambda number: True) -> Tensor:
+    """Windows [N, CONTEXT + 1] of the bytes of :func:`source_text`."""
+    return torch.frombuffer(source_text(most_bytes, wanted), dtype=torch.uint8).unfold(0, CONTEXT + 1, CONTEXT)
 
 
 def other_source_code() -> Tensor:
     """Windows [HELD_OUT_WINDOWS, CONTEXT + 1] from all over the source code behind its first ``TEXT_BYTES``."""
-    after = source_windows(2 * TEXT_BYTES)[TEXT_BYTES // CONTEXT + 1 :]
-    return after[:: len(after) // HELD_OUT_WINDOWS][:HELD_OUT_WINDOWS]
+    return _spread(source_windows(2 * TEXT_BYTES)[TEXT_BYTES // CONTEXT + 1 :], HELD_OUT_WINDOWS)
+
+
+def _spread(windows: Tensor, count: int) -> Tensor:
+    """So many of the windows, from all over them."""
+    return windows[:: len(windows) // count][:count]
+
+
+TOKENS, TOKEN_CONTEXT = 50_257, 1_024  # of gpt_124m: as many as GPT-2 has, of which it sees as many
+HELD_OUT_OF_TOKENS = 16  # windows
+_PIECE = re.compile(rb" ?\w+| ?[^\w\s]+|\s+")
+
+
+@cache
+def vocabulary() -> dict[bytes, int]:
+    """Number of each token: the bytes, and the words, signs and spaces that the training text has more than once.
+
+    Those are about 13,000 of the ``TOKENS``; of a longer text, the most frequent.
+    """
+    counts = Counter(_PIECE.findall(source_text(TEXT_BYTES))).most_common()
+    pieces = [piece for piece, count in counts if count > 1 and len(piece) > 1]
+    return {token: number for number, token in enumerate([*(bytes([byte]) for byte in range(256)), *pieces][:TOKENS])}
+
+
+def token_windows(text: bytes | bytearray) -> Tensor:
+    """Windows [N, TOKEN_CONTEXT + 1] of the tokens of ``text``, in which what has no number is spelt by its bytes."""
+    known = vocabulary()
+    numbers = [n for piece in _PIECE.findall(text) for n in ([known[piece]] if piece in known else piece)]
+    return torch.tensor(numbers, dtype=torch.int32).unfold(0, TOKEN_CONTEXT + 1, TOKEN_CONTEXT)
+
+
+def other_tokens() -> Tensor:
+    """Windows [HELD_OUT_OF_TOKENS, TOKEN_CONTEXT + 1] of the same source code as :func:`other_source_code`."""
+    return _spread(token_windows(source_text(2 * TEXT_BYTES)[TEXT_BYTES:]), HELD_OUT_OF_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -129,7 +184,7 @@ def byte_lm(seed: int) -> Task:
     held_out = source_windows(TASK_BYTES, lambda number: number % HELD_OUT == 0)
     training = source_windows(TASK_BYTES, lambda number: number % HELD_OUT != 0)
     evenly = held_out[:: max(1, len(held_out) // VALIDATION_WINDOWS)]
-    return Task(ByteGPT(width=96, layers=2, heads=4), (training,), (evenly[:VALIDATION_WINDOWS],), 8)
+    return Task(GPT(width=96, layers=2, heads=4), (training,), (evenly[:VALIDATION_WINDOWS],), 8)
 
 
 class _Batches(IterableDataset[list[Tensor]]):
@@ -176,6 +231,7 @@ class Workload:
     needs_digits: bool = False  # whether its data are the handwritten digits
     held_out: Callable[[], Tensor] | None = None  # makes held-out data of that kind, [N, ...]
     schedule: Callable[[int, int], float] | None = None  # learning rate of a step, of so many or -1, over the largest
+    precision: Any = "32-true"  # of the Trainer
 
 
 def check_digits(what: str) -> None:
@@ -202,6 +258,10 @@ def _source_code() -> dict[str, Any]:
     return _loader(TensorDataset(source_windows(TEXT_BYTES)), batch_size=4)
 
 
+def _tokens() -> dict[str, Any]:
+    return _loader(TensorDataset(token_windows(source_text(TEXT_BYTES))), batch_size=4)
+
+
 def _loader(data: TensorDataset, batch_size: int) -> dict[str, Any]:
     return {"train_dataloaders": DataLoader(data, batch_size, shuffle=True, drop_last=True)}
 
@@ -211,15 +271,21 @@ WORKLOADS = {
     "mlp_1m": Workload(lambda: mlp(512, 4), _digits, needs_digits=True),
     "mlp_25m": Workload(lambda: mlp(2048, 6), _digits, needs_digits=True),
     "gpt_3m": Workload(
-        lambda: ByteGPT(192, 6, 6, learning_rate=2e-3),
+        lambda: GPT(192, 6, 6, learning_rate=2e-3),
         _source_code,
         held_out=other_source_code,
         schedule=schedule,
     ),
-    "gpt_10m": Workload(lambda: ByteGPT(384, 6, 6), _source_code, held_out=other_source_code),
-    "gpt_50m": Workload(lambda: ByteGPT(640, 10, 10), _source_code, held_out=other_source_code),
+    "gpt_10m": Workload(lambda: GPT(384, 6, 6), _source_code, held_out=other_source_code),
+    "gpt_50m": Workload(lambda: GPT(640, 10, 10), _source_code, held_out=other_source_code),
+    "gpt_124m": Workload(  # GPT-2 small
+        lambda: GPT(768, 12, 12, learning_rate=3e-4, tokens=TOKENS, context=TOKEN_CONTEXT, tied=True),
+        _tokens,
+        held_out=other_tokens,
+        precision="bf16-mixed",
+    ),
     "byte_lm": Workload(
-        lambda: ByteGPT(96, 2, 4, learning_rate=4e-3),
+        lambda: GPT(96, 2, 4, learning_rate=4e-3),
         batches,
         held_out=held_out,
         schedule=schedule,

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from lightning_sparse.bench.compare import report, run, worker
 from lightning_sparse.bench.compare.ranks import RankInfo, Turn, read_sent
 from lightning_sparse.bench.compare.records import MeasuredRun, MeasuredStep, Round
 from lightning_sparse.bench.compare.report import Summary, middle_half, page, summarise
-from lightning_sparse.bench.compare.schedule import Schedule, schedules
+from lightning_sparse.bench.compare.schedule import COMPILING, Schedule, schedules
 from lightning_sparse.bench.compare.strategies import NO_COMMUNICATION, PEERS, all_names, parse_strategies
 from lightning_sparse.bench.output import environment, json_line, new_file
 from lightning_sparse.monitor import pictures
@@ -102,7 +103,10 @@ def test_a_device_is_for_emulated_hosts_and_must_be_there(monkeypatch: pytest.Mo
         with pytest.raises(ValueError, match=message):
             schedules(Bench(emulate=emulate, accelerator=accelerator))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert schedules(Bench(emulate="2x1gbit", accelerator="cuda"))[0].shares_a_device
+    (shared,) = schedules(Bench(emulate="2x1gbit", accelerator="cuda"))
+    assert shared.shares_a_device
+    assert shared.compile_first
+    assert not schedules(Bench(emulate="2x1gbit"))[0].compile_first
     assert not schedules(Bench(emulate="2x1gbit"))[0].shares_a_device
     assert not replace(schedules(Bench())[0], cluster="2 hosts").shares_a_device  # real ones
 
@@ -111,6 +115,57 @@ def test_every_other_round_runs_backwards() -> None:
     forth = [(0, NO_COMMUNICATION), (0, "ddp"), (0, "skip_reduce")]
     back = [(1, "skip_reduce"), (1, "ddp"), (1, NO_COMMUNICATION)]
     assert [(number, c.label) for number, c in SCHEDULE.turns()] == forth + back + [(2, label) for _, label in forth]
+
+
+def test_on_a_device_what_has_kernels_trains_before_anything_is_timed() -> None:
+    schedule = replace(SCHEDULE, strategies="ddp,micro,diloco", until_loss=[1.0], learning_rates=[0.1, 0.2], rounds=1)
+    turns = replace(schedule, compile_first=True).turns()
+    assert [(number, row.label, row.learning_rate) for number, row in turns[:2]] == [
+        (COMPILING, "micro", 0.1),
+        (COMPILING, "diloco", 0.1),
+    ]
+    assert turns[2:] == schedule.turns()
+    assert schedule.seed(COMPILING) == 0
+    assert replace(schedule, seeds=[7, 8]).seed(COMPILING) == 7
+
+
+def test_triton_is_asked_for_how_long_it_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = SimpleNamespace(knobs=SimpleNamespace(compilation=SimpleNamespace(listener=None)))
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    seconds = worker._times_of_compiling()
+    for microseconds, cache_hit in ((2_000_000, False), (7, True), (500_000, False)):
+        times = SimpleNamespace(total=microseconds)
+        triton.knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=times, cache_hit=cache_hit)
+    assert seconds == [2.0, 0.5]
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())  # before it could be asked
+    assert worker._times_of_compiling() is None
+
+
+def test_what_compiling_took_is_said_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def measured(number: int, compiled_s: float) -> Round:
+        done = made_up("micro", 0, 1.0, 1e6)
+        assert done.run is not None
+        return replace(done, number=number, run=replace(done.run, compiled_s=compiled_s))
+
+    def failed(number: int) -> Round:
+        return Round("4x1gbit", "ok_topk", number, 4, 1, None, "RuntimeError: no luck")
+
+    schedule = replace(SCHEDULE, strategies="micro,ok_topk", rounds=2, compile_first=True, floor=False)
+    found = [measured(COMPILING, 8.25), failed(COMPILING), measured(0, 0.125), measured(1, 0.0)]
+    options = Bench(workload="mlp_1m", strategies=schedule.strategies, output=tmp_path)
+    assert run._report(options, [schedule], lambda _: (each for each in found)) == 1
+    (file,) = tmp_path.glob("*.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["environment", "compiled", "round", "round", "round", "summary"]
+    assert lines[-1]["rounds"] == 2
+    said = capsys.readouterr().out
+    (page,) = tmp_path.glob("*.md")
+    for sentence in (
+        "micro compiled kernels on 4x1gbit for 8.2 s before it was timed, and for 0.1 s while it was.",
+        "ok_topk failed on 4x1gbit in round 0: RuntimeError: no luck",
+    ):
+        assert sentence in said
+        assert f"- {sentence}" in page.read_text()
 
 
 # --- statistics
@@ -192,7 +247,7 @@ def test_mean_over_ranks_leaves_out_what_a_rank_did_not_measure() -> None:
 def test_the_page_shows_every_row_and_every_failure() -> None:
     rounds = made_up_rounds()
     facts = environment("lightning-sparse bench")
-    text = page(summarise(rounds, "ddp"), rounds, "mlp_1m", facts, ["a.jsonl", "b.svg"])
+    text = page(summarise(rounds, "ddp"), report.failures(rounds), "mlp_1m", facts, ["a.jsonl", "b.svg"])
     for shown in ("mlp_1m on 4x1gbit: 4 ranks, 2 rounds", "0.500", "+1.0%"):
         assert shown in text
     assert "powersgd_1 failed on 4x1gbit in round 0: RuntimeError: no luck" in text
@@ -282,7 +337,7 @@ def test_the_cause_of_a_failure_is_told_and_not_its_consequences() -> None:
         (["--until-loss", "3,two", "--workload", "gpt_10m"], "--until-loss must be numbers, separated by commas"),
         (
             ["--until-loss", "3", "--workload", "mlp_1m"],
-            "held-out data, one of gpt_3m, gpt_10m, gpt_50m, byte_lm; got",
+            "held-out data, one of gpt_3m, gpt_10m, gpt_50m, gpt_124m, byte_lm; got",
         ),
         (["--learning-rates", "1e-3"], "--learning-rates needs --until-loss"),
         (["--learning-rates", "0"], "--learning-rates must be numbers above 0, separated by commas; got '0'"),

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported at run time only
 
+from lightning_sparse.bench.compare import ranks as turns_of_ranks
 from lightning_sparse.bench.compare.ranks import STOPPED, RankInfo, Turn, connect, results_of
 from lightning_sparse.bench.compare.schedule import Schedule
 from lightning_sparse.bench.compare.strategies import parse_strategies
@@ -65,3 +68,28 @@ def test_each_trains_until_it_waits_for_the_others_and_one_that_fails_is_left_ou
     ]
     orders = [(tmp_path / str(rank)).read_text() for rank in range(2)]
     assert orders == ["abcabcac", "abcacac"]
+
+
+def _one_hangs(port: int) -> list[dict[str, Any]]:
+    """Train three, one after the other, of which the second never ends."""
+    place = RankInfo(0, 0, 1, 1, 1, "127.0.0.1", port, store_is_there=True, interface="lo")
+    store, (row,) = connect(place), parse_strategies("ddp")
+    turns_of_ranks._GLANCE_S = 0.2
+
+    def train(turn: Turn, results: Connection) -> None:
+        next(turn.waiting(results))
+        time.sleep(1000 if turn.key == "b" else 0)
+        results.send({"trained": turn.key})
+
+    schedule = replace(SCHEDULE, limit_s=3)
+    turns = [Turn(schedule, place, 0, row, PrefixStore(key, store), key) for key in "abc"]
+    return [json.loads(result) for turn in turns for _, result in results_of([turn], train)]
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_one_that_hangs_is_ended_and_says_where_it_was_and_the_next_trains(ranks: Ranks, tmp_path: Path) -> None:
+    server, output = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), tmp_path / "output"
+    first, second, third = ranks.apart(_one_hangs, output, server.port, timeout_s=LIMIT_S)
+    assert (first, third) == ({"trained": "a"}, {"trained": "c"})
+    assert "it hung: rank 0 had not ended after 3 s" in second["error"]
+    assert "in train" in output.read_text()

@@ -1,10 +1,26 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.distributed import HashStore
 
-from lightning_sparse.bench.compare import workloads
-from lightning_sparse.bench.compare.workloads import WORKLOADS, count_parameters, workload_named
+from lightning_sparse.bench.compare import worker, workloads
+from lightning_sparse.bench.compare.ranks import RankInfo, Turn
+from lightning_sparse.bench.compare.records import MeasuredRun
+from lightning_sparse.bench.compare.schedule import COMPILING, Schedule
+from lightning_sparse.bench.compare.strategies import parse_strategies
+from lightning_sparse.bench.compare.workloads import (
+    GPT,
+    TEXT_BYTES,
+    WORKLOADS,
+    count_parameters,
+    source_text,
+    workload_named,
+)
+from tests.support.processes import LIMIT_S, Ranks
 
 
 @pytest.mark.parametrize(
@@ -27,6 +43,58 @@ def test_a_step_gives_every_parameter_a_gradient(name: str) -> None:
     for parameter_name, parameter in module.named_parameters():
         assert parameter.grad is not None, parameter_name
         assert parameter.grad.abs().sum() > 0, parameter_name
+
+
+def test_gpt_124m_is_gpt_2_small() -> None:
+    assert count_parameters(WORKLOADS["gpt_124m"]) == 124_439_808
+
+
+def test_tokens_are_of_the_training_text_and_spell_any_other() -> None:
+    tokens = list(workloads.vocabulary())
+    assert 10_000 < len(tokens) <= workloads.TOKENS
+    rare = b"    colourless_green = b'\xff\x00' # \t\r\n"
+    for text in (source_text(20_000), source_text(2 * TEXT_BYTES)[-20_000:], rare * 100):
+        windows = workloads.token_windows(text)
+        assert torch.equal(windows[1:, 0], windows[:-1, -1])  # the last to be said is the first to be read next
+        spelt = b"".join(tokens[n] for n in [int(windows[0, 0]), *windows[:, 1:].flatten().tolist()])
+        assert text.startswith(spelt)
+        assert len(spelt) > len(text) / 2
+    held_out = {bytes(window.numpy()) for window in workloads.other_tokens()}
+    assert len(held_out) == workloads.HELD_OUT_OF_TOKENS
+    assert not held_out & {bytes(window.numpy()) for window in workloads.token_windows(source_text(TEXT_BYTES))}
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_gpt_124m_trains_and_is_judged_in_bfloat16(ranks: Ranks) -> None:
+    for computed, run in ranks.run(_train_small_gpt_124m, 2, 0, timeout_s=LIMIT_S):
+        assert computed == {torch.bfloat16}
+        losses = [step.held_out for step in run.steps]
+        assert [number for number, loss in enumerate(losses, 1) if loss is not None] == [1, 6]
+        assert losses[0] > losses[-1] > 0
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_to_compile_kernels_a_strategy_trains_for_some_steps_and_nobody_judges_it(ranks: Ranks) -> None:
+    for _, run in ranks.run(_train_small_gpt_124m, 2, COMPILING, timeout_s=LIMIT_S):
+        assert [step.held_out for step in run.steps] == [None] * worker.COMPILING_STEPS
+
+
+def _train_small_gpt_124m(rank: int, size: int, number: int) -> tuple[set[torch.dtype], MeasuredRun]:
+    """Train it as a worker does in a round, but for its size; returns the types of its logits too."""
+    workloads.TOKENS, workloads.TOKEN_CONTEXT = 512, 32
+    small = replace(WORKLOADS["gpt_124m"], module=lambda: GPT(16, 1, 2, tokens=512, context=32, tied=True))
+    WORKLOADS["gpt_124m"] = small
+    schedule = Schedule("", "gpt_124m", "micro", 6, 0, 1, "cpu", until_loss=[0.0], compile_first=True)
+    place = RankInfo(rank, rank, size, size, 1, "127.0.0.1", 0, store_is_there=True, interface="lo")
+    turn = Turn(schedule, place, number, parse_strategies("sparse_dense:lr=0.01")[0], HashStore())
+    computed: set[torch.dtype] = set()
+
+    def note(module: nn.Module, _: object, output: Tensor) -> None:
+        if isinstance(module, nn.Linear) and module.out_features == workloads.TOKENS:
+            computed.add(output.dtype)
+
+    nn.modules.module.register_module_forward_hook(note)
+    return computed, worker._fit(turn, iter([]))
 
 
 def test_a_mlp_learns_the_digits() -> None:
