@@ -1,6 +1,6 @@
 """What Lightning's own tests ask of DDPStrategy before it trains, asked of both: the answers are the same.
 
-Which of Lightning's tests each of these stands for: docs/compatibility.md.
+Which of Lightning's tests each of these stands for: docs/lightnings-tests.md.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Write docs/results.md, and draw its figures, from the stored summaries of runs.
+"""Write docs/results.md and docs/benchmarks/every-run.md, and draw their figures, from the stored summaries of runs.
 
 Run: make results
      python docs/figures/results.py bench-results/....jsonl     # stores the summary of a new run first
@@ -11,12 +11,13 @@ from pathlib import Path
 
 import bars
 import style as s
-from pages import with_lines
-from runs import LONGER, Run, label, link, newest, speed, store, stored
+from pages import BENCHMARKS, with_lines
+from runs import NO_COMMUNICATION, Run, label, link, newest, speed, store, stored
 
 from lightning_sparse.monitor.tables import human_bytes
 
 PAGE = Path(__file__).parents[1] / "results.md"
+EVERY_RUN = BENCHMARKS / "every-run.md"
 LOSSES = 3  # of a table
 WORKLOADS = {
     "byte_lm": "a byte language model, 279,168 parameters, AdamW",
@@ -27,36 +28,30 @@ WORKLOADS = {
     "mlp_1m": "1.1 million parameters",
 }
 EVERY = 12  # Rows of a table, or more, that has every strategy.
-TWO_MINUTES = (
-    "`sparse_auto` and what was nearest to it above, by turns, to losses that take some two minutes. What chance adds "
-    "is in the number of steps: of trainings that average the same gradients it differs by 5 %."
-)
+SHOWN = {  # The columns of the short table: of strategies whose names begin so, the soonest.
+    "ddp": "plain DDP",
+    "bf16_hook": "bfloat16 hook",
+    "powersgd": "PowerSGD",
+    "diloco": "DiLoCo",
+    "sparse_auto": "sparse_auto",
+    NO_COMMUNICATION: "one rank alone",
+}
+IN_FULL = (("gpt_10m", "4x1gbit"), ("byte_lm", "4x100mbit"))  # on the short page
 SLOWER = (
-    "On two cores that took longer over everything, and unevenly, with every strategy. The more of a step is "
-    "computing, the less a shorter message saves. The rows of `sparse_auto`, but for `gpt_10m` with 50 ms, are of "
-    "before its first steps went by the link; those are below."
-)
-NEAREST = (
-    "On the same two cores, to lower losses: `sparse_auto` as it begins now, and those that were nearest to it above, "
-    "in one call each. One run differs from another by some 5 %, and the machine's speed by 10 % from one minute to "
-    "the next, so that only those with `--interleave` in their command, which ran by turns, are compared on equal "
-    "terms; what chance adds there is in the number of steps. In all of them the exchange of local steps that was "
-    "under way at an evaluation did not count, which with 50 ms was some 7 % of their time; now it does. Of plain "
-    "sums, [by turns](benchmarks/2026-11-27-short-messages.md) tells more."
+    "Seconds to a loss on two cores of another machine. Trainings went one after the other, with other programs beside "
+    "some, and `sparse_auto` began by other rules then, but for `gpt_10m` with 50 ms."
 )
 
 
 def machine(run: Run) -> str:
     """What a run was measured with."""
     e = run.environment
-    programs = ", ".join(f"{name} {e[name]}" for name in ("torch", "lightning"))
-    memory = human_bytes(e["memory_bytes"])
-    return f"{run.name[:10]}, {e['cpu']}, {e['cores']} cores, {memory}, {e['system']}, Python {e['python']}, {programs}"
+    return f"{run.name[:10]}, {e['cpu']}, {e['cores']} cores, torch {e['torch']}, lightning {e['lightning']}"
 
 
 def command(run: Run) -> str:
-    """The command, an option a line."""
-    return run.environment["command"].partition(" --output")[0].replace(" --", " \\\n    --")
+    """What was typed."""
+    return str(run.environment["command"].partition(" --output")[0])
 
 
 def details(run: Run) -> Iterator[str]:
@@ -64,7 +59,7 @@ def details(run: Run) -> Iterator[str]:
     rounds = f"{run.round_count} {'round' if run.round_count == 1 else 'rounds'}"
     yield from ["<details><summary>Machine and command</summary>", ""]
     yield f"{machine(run)}; {rounds}. {run.environment['note']}".strip()
-    yield from ["", "```text", command(run), "```", "", f"[Summary](benchmarks/{run.name}.jsonl)", "", "</details>", ""]
+    yield from ["", "```text", command(run), "```", "", f"[Summary]({run.name}.jsonl)", "", "</details>", ""]
 
 
 def columns(run: Run) -> list[int]:
@@ -111,7 +106,7 @@ def results(runs: dict[tuple[str, str], Run], folder: Path = s.FOLDER) -> Iterat
         if drawn:
             name = f"results-{workload}"
             bars.draw(name, [(run, cluster, bars.long_list(run, cluster)) for run, cluster in drawn], folder)
-            yield from [f"![{workload}: ms a step and seconds to a loss](figures/{name}.svg)", ""]
+            yield from [f"![{workload}: ms a step and seconds to a loss](../figures/{name}.svg)", ""]
         for i, (run, cluster) in enumerate(here):
             yield from [f"### {workload}: {link(cluster)}", "", *table(run, cluster)]
             if all(run is not later for later, _ in here[i + 1 :]):
@@ -119,33 +114,56 @@ def results(runs: dict[tuple[str, str], Run], folder: Path = s.FOLDER) -> Iterat
 
 
 def elsewhere(runs: Sequence[Run]) -> Iterator[str]:
-    """The newest runs to losses of some strategies for longer, and on another processor than usual."""
-    slower = [run for run in runs if run.losses and not run.is_usual]
-    for title, text, shown in (
-        ("For two minutes", TWO_MINUTES, newest(run for run in runs if run.name in LONGER)),
-        ("On a slower processor", SLOWER, newest(run for run in slower if run.strategy_count >= EVERY)),
-        ("The nearest for longer", NEAREST, newest(run for run in slower if run.strategy_count < EVERY)),
-    ):
-        if shown:
-            yield from [f"## {title}", "", text, ""]
-        for workload, cluster in in_order(shown):
-            run = shown[workload, cluster]
-            yield from [f"### {workload}: {link(cluster)}, {run.environment['cpu']}", "", *table(run, cluster)]
-            yield from details(run)
+    """The newest runs of all strategies to losses on another processor than usual."""
+    slower = newest(run for run in runs if run.losses and not run.is_usual and run.strategy_count >= EVERY)
+    if slower:
+        yield from ["## On a slower processor", "", SLOWER, "", *summary(slower)]
+        names = dict.fromkeys(slower[at].name for at in in_order(slower))
+        yield from ["Summaries: " + ", ".join(f"[{name}]({name}.jsonl)" for name in names) + ".", ""]
 
 
-def page(runs: Sequence[Run], folder: Path = s.FOLDER) -> str:
-    """What the page is to say; figures go into ``folder``."""
+def soonest(run: Run, cluster: str, kind: str, loss: float) -> str:
+    """Seconds to the loss of the soonest strategy whose name begins with ``kind``; empty where none ran."""
+    # Members of several ranks have rows of their own; all of a kind compete for one cell.
+    names = [name for name in run.strategies(cluster) if name.partition(":")[0].startswith(kind)]
+    at = [bars.to_loss(run, cluster, name, loss) for name in names]
+    return seconds(min(at)) if at else ""
+
+
+def summary(runs: dict[tuple[str, str], Run]) -> Iterator[str]:
+    """Seconds to the lowest loss that all reached, a row for each model and link."""
+    yield "| | loss | " + " | ".join(SHOWN.values()) + " |"
+    yield "| --- |" + " ---: |" * (1 + len(SHOWN))
+    for workload, cluster in in_order(runs):
+        run = runs[workload, cluster]
+        if run.losses and (loss := bars.target(run, cluster)) is not None:
+            cells = [soonest(run, cluster, kind, loss) for kind in SHOWN]
+            yield f"| {workload}, {link(cluster)} | {loss:g} | " + " | ".join(cells) + " |"
+    yield ""
+
+
+def short(runs: dict[tuple[str, str], Run]) -> Iterator[str]:
+    """The short table, and some links in full."""
+    yield from summary(runs)
+    for workload, cluster in IN_FULL:
+        yield from [f"{workload}, {link(cluster)}:", "", *table(runs[workload, cluster], cluster)]
+
+
+def pages(runs: Sequence[Run], folder: Path = s.FOLDER) -> dict[Path, str]:
+    """What each page is to say; figures go into ``folder``."""
     bars.main(folder)
-    return with_lines(PAGE, __file__, [*results(newest(runs), folder), *elsewhere(runs)])
+    shown = newest(runs)
+    every = with_lines(EVERY_RUN, __file__, [*results(shown, folder), *elsewhere(runs)])
+    return {PAGE: with_lines(PAGE, __file__, short(shown)), EVERY_RUN: every}
 
 
 def main(new: Sequence[str]) -> None:
-    """Store what is new, draw, and write the page."""
+    """Store what is new, draw, and write the pages."""
     for file in new:
         print(f"stored {store(Path(file))}")
     runs = stored()
-    PAGE.write_text(page(runs))
+    for page, text in pages(runs).items():
+        page.write_text(text)
     shown = newest(runs)
     print(
         "\n".join(f"{workload} on {cluster}: {shown[workload, cluster].name}" for workload, cluster in in_order(shown))

@@ -1,4 +1,4 @@
-"""Count what every strategy sends in every format of values, and write it between the marks in docs/what-travels.md.
+"""Count what every strategy sends, and write it between the marks in docs/how-it-works.md.
 
 Run: python docs/figures/what_travels.py (some minutes)
 """
@@ -23,7 +23,7 @@ from lightning_sparse.network.simulated import SimComm, SimNetwork
 from lightning_sparse.selection.sparse import dense
 from lightning_sparse.wire import FLOAT32, WIRE_DTYPES, ValueFormat
 
-PAGE = Path(__file__).parents[1] / "what-travels.md"
+PAGE = Path(__file__).parents[1] / "how-it-works.md"
 RANKS = (4, 16)
 N = 1024**2  # elements of the one parameter, a square matrix, whose gradient travels
 STEPS, COUNTED = 6, 3  # in the first steps thresholds are estimated
@@ -154,33 +154,19 @@ def row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |\n"
 
 
-def tables() -> str:
-    """Bytes, messages, rounds, hops and roundings of every strategy."""
-    found = {
-        (name, ranks, wire): count(kind(), ranks, wire_dtype)
-        for name, kind in COMPRESSORS.items()
-        for ranks in RANKS
-        for wire, wire_dtype in WIRE_DTYPES.items()
-    }
-    text = ""
-    for ranks in RANKS:
-        text += f"Bytes that each of {ranks} ranks sends in a step, for each element:\n\n"
-        text += row("strategy", *WIRE_DTYPES) + row(*["---"] * (1 + len(WIRE_DTYPES)))
-        for name in COMPRESSORS:
-            text += row(f"`{name}`", *(found[name, ranks, wire].bytes_each for wire in WIRE_DTYPES))
-        text += "\n"
-    for ranks in RANKS:
-        text += f"Among {ranks} ranks:\n\n"
-        text += row("strategy", "values", "messages", "rounds", "hops", "roundings") + row(*["---"] * 6)
-        for name, kind in COMPRESSORS.items():
-            for wire in ("float32", ROUNDED):
-                rounded = 0 if wire == "float32" else roundings(kind(), ranks)
-                text += row(f"`{name}`", wire, *found[name, ranks, wire].numbers, rounded)
-        text += "\n"
-    return text.strip() + "\n"
+def table() -> str:
+    """Bytes of every strategy for each element; in rounded values also rounds, hops and roundings."""
+    columns = [(ranks, wire) for ranks in RANKS for wire in ("float32", ROUNDED)]
+    heads = [f"{wire}, {ranks} ranks" for ranks, wire in columns]
+    text = row("strategy", *heads, "rounds", "hops", "roundings") + row(*["---"] * (4 + len(columns)))
+    for name, kind in COMPRESSORS.items():
+        found = {at: count(kind(), at[0], WIRE_DTYPES[at[1]]) for at in columns}
+        numbers = found[RANKS[0], ROUNDED].numbers[1:]
+        text += row(f"`{name}`", *(found[at].bytes_each for at in columns), *numbers, roundings(kind(), RANKS[0]))
+    return text
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     before, _, rest = PAGE.read_text().partition(START)
-    PAGE.write_text(f"{before}{START}\n{tables()}\n{END}{rest.partition(END)[2]}")
+    PAGE.write_text(f"{before}{START}\n{table()}\n{END}{rest.partition(END)[2]}")
