@@ -13,6 +13,7 @@ from lightning_sparse.kernels.blocks import (
     BELOW_ONE,
     BLOCK,
     BLOCK_BITS,
+    FILLER,
     MOST_SCALE,
     SCALE_BITS,
     TINY,
@@ -215,13 +216,15 @@ def take_rows(
 ) -> None:
     """:func:`take_blocks` of the segments of ``count`` ranks, from ``first`` on, into their rows of ``out`` [P, bytes].
 
-    What lies behind a segment's bytes in its row is left as it is.  The others say which: as of :class:`SliceSegment`.
+    The ``FILLER`` bytes behind a segment's in its row become zeros.  The others say which: as of :class:`SliceSegment`.
     """
     cut = SliceSegment(len(out), width, start, length, rotation)
     for i in range(count):
         owner = (first + i) % cut.size
         own = cut.of(values, owner)
-        take_blocks(own, out[owner, : block_bytes(own.numel(), bits)], bits)
+        used = block_bytes(own.numel(), bits)
+        take_blocks(own, out[owner, :used], bits)
+        out[owner, used : used + FILLER] = 0
 
 
 def read_rows(payloads: Tensor, out: Tensor, bits: int, width: int, start: int, length: int, rotation: int) -> None:
