@@ -6,6 +6,7 @@ Until a command runs, the standard library and rich are all that is imported.
 import argparse
 import math
 import pkgutil
+import runpy
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -33,8 +34,13 @@ def command() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.  Returns the exit status."""
     words = sys.argv[1:] if argv is None else list(argv)
-    arguments = vars(parser().parse_args(words))
-    if arguments.pop("name") == "list":
+    every = parser()
+    arguments = vars(every.parse_args(words))
+    name = arguments.pop("name")
+    if name is None:
+        every.print_help()
+        return 0
+    if name == "list":
         _list()
         return 0
     options = arguments.pop("options")(**arguments, command=" ".join(["lightning-sparse", *words]))
@@ -56,8 +62,11 @@ def _list() -> None:
     from rich.table import Table
 
     table = Table("strategy", "how it compresses", box=box.SIMPLE_HEAD)
-    for name, line in STRATEGIES.items():
-        table.add_row(name, line)
+    for heading, strategies in STRATEGIES.items():
+        table.add_row(f"[bold]{heading}[/]")
+        for name, line in strategies.items():
+            table.add_row(f"  {name}", line)
+        table.add_section()
     Console().print(table)
     Console().print(MORE_NAMES, highlight=False)
 
@@ -68,25 +77,32 @@ Number = TypeVar("Number", int, float)
 
 # Names that help texts show, as text: the classes they stand for import PyTorch.  A test compares the two.
 
-#: Strategy -> the first line of its class's docstring.
+#: Heading -> strategy -> the first line of its class's docstring.
 STRATEGIES = {
-    "skip_reduce": "A ring all-reduce whose first s = round(skip * P) reduce-scatter steps are left out (at "
-    "most P - 1).",
-    "micro": "Each rank selects the large elements of a P-th of the gradient, and all sum those (Yoon and Oh, HiPC "
-    "2023).",
-    "importance": "Sums the elements whose gradient is large for their weight, by the opinion of a few random ranks.",
-    "sketch_fusion": "Ranks sum sketches of their gradients, find the large elements of the sum in it, and sum those "
-    "exactly.",
-    "ok_topk": "The largest sums of what ranks find large, at nearly the least traffic possible (Li and Hoefler, PPoPP "
-    "2022).",
-    "low_rank": "Sums a rank-r approximation of each matrix: two thin factors travel in its place.",
-    "sparse_dense": "Every rank sends all of its gradient: plain data-parallel training, the baseline of every "
-    "comparison.",
-    "sparse_topk": "Each rank sends its own k = density * n largest elements (Aji and Heafield, EMNLP 2017): the usual "
-    "baseline.",
-    "sparse_random_k": "Every rank sends the same k = density * n randomly chosen elements.",
-    "sparse_auto": "Trains with the candidate that is expected to be soonest at a loss: seconds a step, times the "
-    "steps it needs.",
+    "start here": {
+        "sparse_auto": "Trains with the candidate that is expected to be soonest at a loss: seconds a step, times the "
+        "steps it needs.",
+    },
+    "methods": {
+        "skip_reduce": "A ring all-reduce whose first s = round(skip * P) reduce-scatter steps are left out (at "
+        "most P - 1).",
+        "micro": "Each rank selects the large elements of a P-th of the gradient, and all sum those (Yoon and Oh, HiPC "
+        "2023).",
+        "importance": "Sums the elements whose gradient is large for their weight, by the opinion of a few random "
+        "ranks.",
+        "sketch_fusion": "Ranks sum sketches of their gradients, find the large elements of the sum in it, and sum "
+        "those exactly.",
+        "ok_topk": "The largest sums of what ranks find large, at nearly the least traffic possible (Li and Hoefler, "
+        "PPoPP 2022).",
+        "low_rank": "Sums a rank-r approximation of each matrix: two thin factors travel in its place.",
+    },
+    "baselines": {
+        "sparse_dense": "Every rank sends all of its gradient: plain data-parallel training, the baseline of every "
+        "comparison.",
+        "sparse_topk": "Each rank sends its own k = density * n largest elements (Aji and Heafield, EMNLP 2017): the "
+        "usual baseline.",
+        "sparse_random_k": "Every rank sends the same k = density * n randomly chosen elements.",
+    },
 }
 
 #: Models and data of ``bench`` and ``advise``.
@@ -234,7 +250,9 @@ class Doctor(_OnCluster):
 def parser() -> argparse.ArgumentParser:
     """Make the parser of every command; ``options`` of what it parses is the class of the command, if it has one."""
     every = argparse.ArgumentParser("lightning-sparse", description="Gradient compression for PyTorch Lightning.")
-    commands = every.add_subparsers(dest="name", required=True)
+    about = runpy.run_path(str(Path(__file__).with_name("lightning_sparse") / "__about__.py"))
+    every.add_argument("--version", action="version", version=f"%(prog)s {about['__version__']}")
+    commands = every.add_subparsers(dest="name")
     commands.add_parser("list", help="list the strategies")
     for kind in (Advise, Bench, Scale, Doctor):
         help, _, description = (kind.__doc__ or "").partition(".\n\n")

@@ -25,8 +25,8 @@ def check_density(compressor: object, density: float) -> None:
     """Raise a ValueError that names the compressor and the value unless ``density`` is in (0, 1]."""
     if not (is_number(density) and 0 < density <= 1):
         raise ValueError(
-            f"{type(compressor).__name__}: density must be above 0 and at most 1; got {density!r}. It is the fraction "
-            "of elements sent: 0.01 sends one in a hundred."
+            f"{type(compressor).__name__}: density must be a number above 0 and at most 1; got {density!r}. It is the "
+            "fraction of elements sent: 0.01 sends one in a hundred."
         )
 
 
@@ -46,8 +46,8 @@ def check_selecting(compressor: object) -> None:
     check_density(compressor, getattr(compressor, "density", 1.0))
     if not (is_number(slack) and 1 <= slack <= INDEX_LIMIT):
         raise ValueError(
-            f"{name}: slack must be at least 1 and at most 2**31; got {slack!r}. It is the room in a message, over "
-            "what is meant to travel in it: 1.25 leaves a quarter for steps with more."
+            f"{name}: slack must be a number of at least 1 and at most 2**31; got {slack!r}. It is the room in a "
+            "message, over what is meant to travel in it: 1.25 leaves a quarter for steps with more."
         )
     if not isinstance(indices, str) or indices not in ("auto", *INDEX_FORMATS):
         raise ValueError(f"{name}(indices={indices!r}): indices must be one of auto, {', '.join(INDEX_FORMATS)}.")

@@ -98,6 +98,9 @@ class SparseDDPStrategy(_Hooked[SparseHook], DDPStrategy):
         self._hooks: list[weakref.ref[SparseHook]] = []
         self._optimizers: list[weakref.ref[Optimizer]] = []
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.options.brief()})"
+
     def setup_module(self, module: Module) -> DistributedDataParallel:
         scaler = getattr(self.precision, "scaler", None)
         ddp, hook = SparseHook.around(self, module, scaler, partial(super().setup_module, module))

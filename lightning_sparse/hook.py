@@ -46,9 +46,10 @@ class SparseHook:
 
     Args:
         ddp: on CUDA its process group must be NCCL's.
-        compressor: a name in ``COMPRESSORS``, for its defaults, or an instance.
-        fusion: which parameters travel together, as for ``SparseDDPStrategy``; for "layer" and "none" make ``ddp`` with
-            a small ``bucket_cap_mb``, such as 1, since its buckets decide when gradients arrive.
+        compressor: "sparse_auto"; a name in ``COMPRESSORS``, for its defaults; or an instance.
+        fusion: which parameters travel together, as for ``SparseDDPStrategy``; None: "layer" for "sparse_auto", else
+            "bucket".  For "layer" and "none" make ``ddp`` with a small ``bucket_cap_mb``, such as 1, since its buckets
+            decide when gradients arrive.
         wire_dtype: of values on the wire: "float32", "bfloat16", "float16", "int8", "int4", "int2" or "sign"; rounding
             errors are carried over to the next step.  None: "int4" where elements are selected, else "float32".
         warmup_steps: dense steps before the compressor starts.
@@ -73,7 +74,7 @@ class SparseHook:
         ddp: DistributedDataParallel,
         compressor: Compressor | Auto | str = "skip_reduce",
         *,
-        fusion: str | Sequence[str] = "bucket",
+        fusion: str | Sequence[str] | None = None,
         wire_dtype: str | None = None,
         warmup_steps: int = 0,
         scaler: torch.amp.GradScaler | None = None,
@@ -82,6 +83,8 @@ class SparseHook:
         local_group: int | str = AUTO,
         process_groups: ProcessGroups | None = None,
     ) -> None:
+        if fusion is None:
+            fusion = "layer" if isinstance(compressor, Auto) or compressor == "sparse_auto" else "bucket"
         options = Options.of(
             compressor,
             fusion,
@@ -144,7 +147,8 @@ class SparseHook:
         ddp.join_hook = self._join_hook  # type: ignore[method-assign]
         dropped = weakref.finalize(self, _end, self._tuning.active, groups, by_all=False)  # without close()
         dropped.atexit = False
-        members = str(groups.members) if groups.local_size > 1 else f"{self.averager.size} {self._members}"
+        parties = self._members if self.averager.size != 1 else self._members.removesuffix("s")
+        members = str(groups.members) if groups.local_size > 1 else f"{self.averager.size} {parties}"
         rank_zero_info(
             f"lightning_sparse: {brief(options.compressor)} averages {sum(g.elements for g in self.averager.groups):,} "
             f"elements among {'all hosts that come' if options.hosts else members}"
@@ -220,7 +224,7 @@ class SparseHook:
     def _warn_if_nothing_is_saved(self) -> None:
         if not self._warned_of_bytes and (warning := warning_if_nothing_saved(self.averager)):
             self._warned_of_bytes = True
-            rank_zero_warn(warning)
+            rank_zero_warn(f"lightning_sparse: {warning}")
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -241,7 +245,7 @@ class SparseHook:
             return  # what was not sent is of another kind
         self.averager.take_over(before.averager, memories=before._as_saved == self._as_saved)
         if lost := not_carried(before.averager.groups, self.averager.groups):
-            rank_zero_warn(f"The model has changed since the fit before: {'; '.join(lost)}.")
+            rank_zero_warn(f"lightning_sparse: The model has changed since the fit before: {'; '.join(lost)}.")
 
     def show_average(self) -> None:
         """With ``local_steps``, have the parameters hold the average of all ranks until the next forward that trains.

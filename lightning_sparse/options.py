@@ -24,7 +24,7 @@ from lightning_sparse.network.agreement import agree, described, versions
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.elastic import Elastic
 from lightning_sparse.network.members import AUTO, NODE
-from lightning_sparse.settings import as_text, changed
+from lightning_sparse.settings import as_text, brief, changed, same
 from lightning_sparse.wire import wire_format
 
 # Arguments of DDP with which it does not hand every gradient of every rank to its hook.
@@ -148,6 +148,7 @@ class Options:
         """The compressor, or where one is to be chosen the one to start with, after its dense steps, in its format."""
         assert self.wire_dtype is not None
         compressor = self.compressor.start if isinstance(self.compressor, Auto) else self.compressor
+        assert compressor is not None
         warmed_up = Warmup(self.warmup_steps, compressor) if self.warmup_steps else compressor
         return rounded(warmed_up, self.wire_dtype)
 
@@ -169,6 +170,14 @@ class Options:
         """The compressor or policy as text, which a checkpoint keeps."""
         text = as_text(self.compressor)
         return f"Warmup(steps={self.warmup_steps}, compressor={text})" if self.warmup_steps else text
+
+    def brief(self, *hidden: str) -> str:
+        """Write the compressor, and the other options, but ``hidden`` ones, that are not the defaults."""
+        usual = Options.of(self.compressor, "layer")
+        names = [field.name for field in fields(self) if field.name not in ("compressor", "bucket_bytes", *hidden)]
+        differ = [name for name in names if not same(getattr(self, name), getattr(usual, name))]
+        compressor = repr(self.compressor) if self.policy else brief(self.compressor)
+        return ", ".join([compressor, *(f"{name}={brief(getattr(self, name))}" for name in differ)])
 
     def agree(self, module: nn.Module, comm: Comm, unused: object, scaler: object) -> None:
         """Go on only if every rank has these options and such a ``module``; to be called on every rank.
@@ -215,7 +224,9 @@ class Options:
         if bucket_mb is None:
             return self, {name: x for name, x in kwargs.items() if name != "bucket_cap_mb"}
         if not (is_number(bucket_mb) and 0 < bucket_mb <= MOST_MB):
-            raise ValueError(f"bucket_cap_mb must be above 0 and at most {MOST_MB:,}, in MiB; got {bucket_mb!r}.")
+            raise ValueError(
+                f"bucket_cap_mb must be a number above 0 and at most {MOST_MB:,}, in MiB; got {bucket_mb!r}."
+            )
         if self.fusion == "bucket":
             return replace(self, bucket_bytes=max(1, int(bucket_mb * 2**20))), dict(kwargs)
         return self, dict(kwargs)

@@ -87,10 +87,14 @@ def same(a: object, b: object) -> bool:
 
 
 def changed(value: object) -> dict[str, object]:
-    """The settings of a dataclass that are not the defaults, by name."""
+    """The settings of a dataclass that are not the defaults, by name.
+
+    Where a field's default stands for something else, its metadata have that as "default".
+    """
     found = {}
     for field in fields(value):  # type: ignore[arg-type]  # it is one
         usual = field.default if field.default_factory is MISSING else field.default_factory()
+        usual = field.metadata.get("default", usual)
         now = getattr(value, field.name)
         if usual is MISSING or not same(now, usual):
             found[field.name] = now

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import lightning_sparse_cli as options
+from lightning_sparse.__about__ import __version__
 from lightning_sparse.auto.policy import NAMES
 from lightning_sparse.bench.compare.workloads import WORKLOADS
 
@@ -19,7 +20,9 @@ sys.exit(command())"""
 HEAVY = "torch", "lightning", "numpy", "matplotlib"
 
 
-@pytest.mark.parametrize("words", [["--help"], ["list"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [[], ["--help"], ["--version"], ["list"], *([name, "--help"] for name in COMMANDS)], ids=" ".join
+)
 def test_help_and_list_import_nothing_heavy(words: list[str]) -> None:
     program = f"""import atexit, sys
 atexit.register(lambda: print("imported:", [name for name in {HEAVY} if name in sys.modules]))
@@ -39,8 +42,29 @@ def test_a_command_runs_with_all_of_the_package(tmp_path: Path) -> None:
 
 
 def test_names_are_those_of_the_classes() -> None:
-    assert {name: (kind.__doc__ or "").partition("\n")[0] for name, kind in NAMES.items()} == options.STRATEGIES
+    listed = {name: line for group in options.STRATEGIES.values() for name, line in group.items()}
+    assert {name: (kind.__doc__ or "").partition("\n")[0] for name, kind in NAMES.items()} == listed
     assert tuple(WORKLOADS) == options.WORKLOADS
+
+
+def test_the_list_says_first_where_to_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert options.main(["list"]) == 0
+    said = capsys.readouterr().out
+    places = [
+        said.index(each) for each in ("start here", "sparse_auto", "methods", "micro", "baselines", "sparse_topk")
+    ]
+    assert places == sorted(places)
+
+
+def test_without_a_command_the_help_and_on_demand_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert options.main([]) == 0
+    without = capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        options.main(["--help"])
+    assert without == capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        options.main(["--version"])
+    assert capsys.readouterr().out == f"lightning-sparse {__version__}\n"
 
 
 KINDS = [options.Advise, options.Bench, options.Doctor, options.Scale]

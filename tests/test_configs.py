@@ -95,6 +95,20 @@ def test_a_strategy_for_sharded_models_is_a_class_or_a_name(configure: Configure
     assert by_class.compressor == by_name.compressor == ls.Dense()
 
 
+def test_what_was_saved_of_a_run_with_sparse_auto_runs_again(
+    configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = config("micro")
+    compressor = {"class_path": "lightning_sparse.Auto", "init_args": {"at_most": 0.02}}
+    content["trainer"]["strategy"]["init_args"] = {"compressor": compressor}
+    with pytest.raises(SystemExit, match="0"):
+        configure(f"--config={written(content, tmp_path)}", "--print_config")
+    said = capsys.readouterr()
+    assert "Unable to serialize" not in said.out + said.err
+    (tmp_path / "saved.yaml").write_text(said.out)
+    assert configure(f"--config={tmp_path / 'saved.yaml'}").compressor == ls.Auto(at_most=0.02)
+
+
 # - one line
 
 

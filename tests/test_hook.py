@@ -14,9 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.fabric import SparseDDPStrategy
-from tests.support.models import batch, small, take_steps, weights
+from tests.support.models import batch, small, take_steps, unsent, weights
 from tests.support.on_one_device import ACCELERATOR
 from tests.support.processes import Ranks
+from tests.support.said import refusal
 
 
 def bare(rank: int, size: int, names: list[str]) -> list[Any]:
@@ -101,7 +102,7 @@ def test_bytes_that_reach_those_of_dense_ddp_are_named_once(ranks: Ranks) -> Non
     assert results[1] == [steps] * len(cases)  # rank 0 speaks
     micro, other, alone = results[0]
     assert micro[:1] + micro[2:] == steps
-    assert micro[1].startswith("MiCRO(density=1.0, ")
+    assert micro[1].startswith("lightning_sparse: MiCRO(density=1.0, ")
     assert " sent 20,540 bytes in a step, where dense DDP sends 20,200: nothing is saved" in micro[1]
     assert other == steps
     assert alone[1:] == steps
@@ -141,3 +142,58 @@ def test_fabric_trains_saves_and_resumes_bit_for_bit(ranks: Ranks, tmp_path: Pat
         assert torch.equal(straight, resumed)
         assert torch.equal(straight, results[0][0])
         assert saved == sorted(name for name, _ in small().net.named_parameters())
+
+
+def exact(rank: int, size: int, folder: str) -> tuple[int, str, bool, int]:
+    """Of exact sums one parameter has something unsent, on one rank; and of sparse ones each rank has its own."""
+    ddp = DistributedDataParallel(small().net)
+    hook = ls.SparseHook(ddp, "sparse_dense")
+    take_steps(ddp, torch.optim.SGD(ddp.parameters(), 0.1), 0, 2, rank)
+    hook.load_state_dict(hook.state_dict())  # all there is to know is known on every rank
+    (group,) = hook.averager.groups
+    if rank == 1:
+        group.slots(group.unsent)[group.names.index("0.bias")].fill_(1e-9)
+    file, before = Path(folder) / "exact.ckpt", unsent(hook)
+    state = hook.state_dict()
+    if rank == 0:
+        torch.save(state, file)
+    dist.barrier()
+    loaded = torch.load(file, weights_only=True)
+    group.unsent.fill_(1)
+    hook.load_state_dict(loaded)
+    now = unsent(hook)
+    is_as_saved = all(torch.equal(now[name], x) for name, x in before.items())
+    hook.close()
+    other = DistributedDataParallel(small().net)
+    hook = ls.SparseHook(other, "micro")
+    take_steps(other, torch.optim.SGD(other.parameters(), 0.1), 0, 2, rank)
+    refused = refusal(hook.load_state_dict, hook.state_dict())
+    hook.close()
+    return (
+        file.stat().st_size,
+        refused,
+        is_as_saved,
+        sum(x.untyped_storage().nbytes() > 4 for x in loaded["unsent"].values()),
+    )
+
+
+def test_what_is_zero_on_every_rank_is_not_written_and_rank_0_alone_has_all(ranks: Ranks, tmp_path: Path) -> None:
+    for size, refused, is_as_saved, written in ranks.run(exact, 2, str(tmp_path), gloo=True):
+        assert (is_as_saved, written) == (True, 1)
+        assert size < 4 * 929  # bytes of one rank's gradient; the file would have those of two
+        assert "state must be what state_dict() returned on rank 0" in refused
+        assert "on rank 1 it is what state_dict() returned on another rank than 0. Save it on rank 0" in refused
+
+
+def chooses(rank: int, size: int) -> tuple[bool, Tensor]:
+    ddp = DistributedDataParallel(small().net)
+    hook = ls.SparseHook(ddp, "sparse_auto")
+    take_steps(ddp, torch.optim.SGD(ddp.parameters(), 0.1), 0, 3, rank)
+    hook.close()
+    return hook.chooser is not None, weights(ddp)
+
+
+def test_a_hook_takes_sparse_auto_as_it_is(ranks: Ranks) -> None:
+    (chooser, one), (_, other) = ranks.run(chooses, 2, gloo=True)
+    assert chooser
+    assert torch.equal(one, other)

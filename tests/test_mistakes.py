@@ -59,8 +59,18 @@ def test_a_misspelt_setting_is_answered_with_the_right_one() -> None:
         ls.LocalSteps(every=4)  # type: ignore[call-arg]  # a mistake
 
 
+def test_a_number_in_quotation_marks_is_none() -> None:
+    for make, must in (
+        (lambda: ls.MiCRO(density="0.3"), "density must be a number above 0 and at most 1; got '0.3'"),  # type: ignore[arg-type]  # a mistake
+        (lambda: ls.SkipReduce(skip="0.5"), r"skip must be a number in \[0, 1\], .*; got '0.5'"),  # type: ignore[arg-type]  # a mistake
+        (lambda: ls.Auto(at_most="0.02"), "at_most must be a number from 0 to 1, or None; got '0.02'"),  # type: ignore[arg-type]  # a mistake
+    ):
+        with pytest.raises(ValueError, match=must):
+            make()
+
+
 def test_what_auto_allows_is_said_with_what_to_write() -> None:
-    with pytest.raises(ValueError, match=r"at_most must be 0 to 1, or None; got -1\. Give the part"):
+    with pytest.raises(ValueError, match=r"at_most must be a number from 0 to 1, or None; got -1\. Give the part"):
         ls.Auto(at_most=-1)
     with pytest.raises(ValueError, match=r"candidates must be a list .*; got MiCRO.*\. Write Auto\(\[MiCRO\(\)\]\)"):
         ls.Auto(ls.MiCRO())  # type: ignore[arg-type]  # a mistake

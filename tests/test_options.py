@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse import fabric
 from lightning_sparse.engine.groups import Piece, fuse
 from lightning_sparse.simulation import simulate
 from tests.support.fuzz import VALUES, assert_named, fuzzed
@@ -101,3 +102,13 @@ def test_an_option_of_the_hook_works_or_is_refused_by_name(one_rank: None, name:
         assert_named(error, name, value)
     else:
         hook.close()
+
+
+def test_a_strategy_shows_what_it_was_given_beside_defaults() -> None:
+    for kind in (ls.SparseDDPStrategy, fabric.SparseDDPStrategy):
+        assert repr(kind()) == "SparseDDPStrategy(Auto())"
+        assert repr(kind(ls.Auto(at_most=0.02))) == "SparseDDPStrategy(Auto(at_most=0.02))"
+        assert repr(kind("micro", fusion="none")) == "SparseDDPStrategy(MiCRO(density=0.05), fusion='none')"
+        assert repr(kind("micro", local_steps=2)).endswith("(MiCRO(density=0.05), local_steps=LocalSteps(steps=2))")
+    shown = repr(ls.SparseHSDPStrategy("sparse_dense", wire_dtype="sign"))
+    assert shown == "SparseHSDPStrategy(Dense(), wire_dtype='sign')"

@@ -67,6 +67,7 @@ class Candidate:
 # Wire formats by local steps.
 FORMATS = {0: ("float32", "bfloat16", "int8", "int4"), 1: ("int2",), 2: ("int4",), 4: ("int4",), 8: ("int4", "sign")}
 CANDIDATES = tuple(Candidate(Dense(), each, steps) for steps, formats in FORMATS.items() for each in formats)
+START = Candidate(Dense(), "int4").averaging
 
 
 @names_checked
@@ -83,9 +84,10 @@ class Auto:
     one rank and a gradient worth planning; else ``start`` stays.
 
     Args:
-        candidates: to choose from: each a :class:`Candidate`, or a compressor that averages gradients.
-        start: the compressor that averages until one is chosen, where plain sums are not sooner: by default dense sums
-            in int4, which cost hardly any loss, and not much time on a slow link.
+        candidates: to choose from: each a :class:`Candidate`, or a compressor that averages gradients; None: dense
+            sums in several formats, of gradients and of local steps.
+        start: the compressor that averages until one is chosen, where plain sums are not sooner; None: dense sums in
+            int4, which cost hardly any loss, and not much time on a slow link.
         at_most: by what part the loss may be expected above dense training's after as many steps: 0.05 for 5 %; None:
             what is soonest is taken, whatever it loses in a step.
 
@@ -94,29 +96,35 @@ class Auto:
         TypeError: if a compressor's settings cannot be compared between ranks.
     """
 
-    candidates: tuple[Candidate | Compressor, ...] = CANDIDATES
-    start: Compressor = field(default_factory=lambda: Candidate(Dense(), "int4").averaging)
+    # None in a config file; once validated, what it stands for.
+    candidates: tuple[Candidate | Compressor, ...] | None = field(default=None, metadata={"default": CANDIDATES})
+    start: Compressor | None = field(default=None, metadata={"default": START})
     at_most: float | None = 0.05
 
     def __post_init__(self) -> None:
-        if not is_list(self.candidates) or not self.candidates:
+        given = CANDIDATES if self.candidates is None else self.candidates
+        if not is_list(given) or not given:
             raise ValueError(
                 f"Auto: candidates must be a list of one candidate or more; got {self.candidates!r}. Write "
                 "Auto([MiCRO()]), say."
             )
-        for each in self.candidates:
+        for each in given:
             if not isinstance(each, Candidate | Compressor):
                 raise ValueError(
                     f"Auto: candidates must be a list of Candidate, or of compressors; got {each!r} in it."
                 )
-        candidates = tuple(c if isinstance(c, Candidate) else Candidate(c) for c in self.candidates)
+        candidates = tuple(c if isinstance(c, Candidate) else Candidate(c) for c in given)
         object.__setattr__(self, "candidates", candidates)  # a config file gives a list
+        object.__setattr__(self, "start", START if self.start is None else self.start)
         _check_compressor("Auto: start", self.start)
         if self.at_most is not None and not (is_number(self.at_most) and 0 <= self.at_most <= 1):
             raise ValueError(
-                f"Auto: at_most must be 0 to 1, or None; got {self.at_most!r}. Give the part by which the loss may "
-                "be above dense training's: 0.02 for 2 %, None for any."
+                f"Auto: at_most must be a number from 0 to 1, or None; got {self.at_most!r}. Give the part by which "
+                "the loss may be above dense training's: 0.02 for 2 %, None for any."
             )
+
+    def __repr__(self) -> str:
+        return f"Auto({', '.join(f'{name}={value!r}' for name, value in changed(self).items())})"
 
     def __str__(self) -> str:
         return "sparse_auto"
@@ -124,7 +132,7 @@ class Auto:
     @property
     def choices(self) -> list[Candidate]:
         """The candidates, whatever they were given as."""
-        return [each for each in self.candidates if isinstance(each, Candidate)]
+        return [each for each in self.candidates or () if isinstance(each, Candidate)]
 
 
 #: Every name of a strategy: the compressors', and that of the policy that chooses among them.

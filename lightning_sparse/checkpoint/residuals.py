@@ -1,7 +1,7 @@
 """The gradient not yet sent, on its way into a checkpoint and back."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from lightning_sparse.checkpoint.rank_local import (
     start_from_mean,
     with_buffers_apart,
 )
-from lightning_sparse.checkpoint.state import KEY, State, mean_used
+from lightning_sparse.checkpoint.state import KEY, NOT_FIRST, State, mean_used
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.averager import Averager, LocalState
@@ -28,6 +28,7 @@ from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import Between
 
 SLICE, SLICED = "{} of slice {}", re.compile(r" of slice \d+$")  # what is remembered of one
+ANEW = "what compressors remember beside it, such as thresholds, starts anew"
 OF_ALL = (UNSENT_GRADIENT, SET, VELOCITY)  # of each element, of which others may go on with the mean
 
 
@@ -42,7 +43,8 @@ def gather(
 ) -> State:
     """Return the state of all ranks, complete on rank 0.
 
-    Called on every rank; one parameter at a time, so that rank 0 never holds a second copy.
+    Called on every rank; one parameter at a time, so that rank 0 never holds a second copy.  Of a parameter of which no
+    rank has anything unsent, nothing is sent, and one zero stands for all in the file.
     """
     cut, leaders = averager.cut, between.column if averager.cut.index == 0 else None
 
@@ -56,13 +58,20 @@ def gather(
         return (leaders.mean(flat) if leaders else flat.cpu()).view(x.shape)
 
     keep = mean if residuals == "mean" else rows
+    size_of_rows = [] if residuals == "mean" else [averager.size]
+    nothing = torch.zeros((), dtype=torch.float32, device="cpu")
     unsent: dict[str, Tensor] = {}
     groups: list[dict[str, Any]] = []
     for group, averaging in zip(averager.kept(keep_means), averager.compressors, strict=True):
-        parts_of = zip(group.names, group.shapes, group.parameters, group.slots(group.unsent), strict=True)
-        for name, shape, parameter, slot in parts_of:
-            (whole,) = whole_of([slot.view(shape)], [parameter], cut, between.inside)
-            unsent[name] = keep(whole)
+        slots = group.slots(group.unsent)
+        are_zero = zero_everywhere(slots, between.everyone) if averager.local is None else [False] * len(slots)
+        parts_of = zip(group.names, group.shapes, group.parameters, slots, are_zero, strict=True)
+        for name, shape, parameter, slot, is_zero in parts_of:
+            if is_zero:
+                unsent[name] = nothing.expand(*size_of_rows, *(shape if between.inside is None else parameter.shape))
+            else:
+                (whole,) = whole_of([slot.view(shape)], [parameter], cut, between.inside)
+                unsent[name] = keep(whole)
         if residuals == "per_rank":
             memory = _memory_of_member(group, averaging, between.inside, averager.device)
             memory = {key: rows(kept) for key, kept in sorted(memory.items())}
@@ -73,6 +82,15 @@ def gather(
     steps, means = steps_of(averager), averager.due_means if keep_means else {}
     slices = {"slices": cut.count} if cut.count > 1 else {}
     return State(residuals, averager.size, steps, unsent, groups, compressor, plan, kept, means, **slices)
+
+
+def zero_everywhere(tensors: Sequence[Tensor], comm: Comm) -> list[bool]:
+    """Whether each of float32 ``tensors`` has no bit set on any rank of ``comm``; to be called on every rank."""
+    if not tensors:
+        return []
+    own = torch.stack([x.view(torch.int32).any() for x in tensors]).to(torch.uint8)
+    every: list[bool] = (comm.all_gather(own).wait() == 0).all(0).tolist()
+    return every
 
 
 # - what is remembered of groups, where the ranks of a member have a slice each
@@ -132,9 +150,13 @@ def read(saved: Mapping[str, Any] | None, averager: Averager, comm: Comm) -> Sta
         state = None if saved is None else State.checked(saved, averager.rank, averager.size)
     except ValueError as error:
         found = str(error)
-    if damaged := "; ".join(
-        f"{what} ({ranks})" for what, ranks in ranks_having(everywhere(found, comm, averager.device)).items() if what
-    ):
+    having = ranks_having(everywhere(found, comm, averager.device))
+    if NOT_FIRST in having:
+        raise ValueError(
+            "state must be what state_dict() returned on rank 0, which alone has what every rank has not sent; on "
+            f"{having[NOT_FIRST]} {NOT_FIRST}. Save it on rank 0, and load that file on every rank."
+        )
+    if damaged := "; ".join(f"{what} ({ranks})" for what, ranks in having.items() if what):
         raise ValueError(
             f"The residuals (the gradient not yet sent) in the checkpoint are damaged: {damaged}. Resume from an older "
             f"checkpoint, or without them, so that they start from zero: load it with torch.load, pop({KEY!r}), and "
@@ -174,7 +196,7 @@ def restore(averager: Averager, state: State | None, compressor: str, parts: Ran
     if local is not None:
         _restore_local(averager, local, state, shapes, parts)
     if state is not None and (lost := [*lost, *not_carried(saved, averager.groups)]):
-        rank_zero_warn(f"Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
+        rank_zero_warn(f"lightning_sparse: Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
 
 
 def _restore_local(
@@ -218,19 +240,19 @@ def _of_this_kind(state: State | None, local: bool) -> State | None:
     """Return ``state`` if it says what is unsent of gradients, or of ``local`` steps, as is needed; else warn."""
     if state is None:
         rank_zero_warn(
-            "The checkpoint holds no residuals (it was written by another strategy, or with residuals='none'): "
-            "the gradient not yet sent starts from zero."
+            "lightning_sparse: The checkpoint holds no residuals (it was written by another strategy, or with "
+            "residuals='none'): the gradient not yet sent starts from zero."
         )
     elif local and not state.local:
         rank_zero_warn(
-            "The checkpoint was written without local_steps and is read with: what the ranks had not sent is of "
-            "another kind, and is dropped."
+            "lightning_sparse: The checkpoint was written without local_steps and is read with: what the ranks had "
+            "not sent is of another kind, and is dropped."
         )
         return None
     elif state.local and not local:
         rank_zero_warn(
-            "The checkpoint was written with local_steps and is read without: all ranks go on from the mean of their "
-            "own weights and optimizer states."
+            "lightning_sparse: The checkpoint was written with local_steps and is read without: all ranks go on from "
+            "the mean of their own weights and optimizer states."
         )
         return None
     return state
@@ -242,15 +264,20 @@ def _differences(state: State, size: int, slices: int, compressor: str) -> Itera
         wrote, read = _parties(state.size, state.slices), _parties(size, slices)
         yield (
             f"{wrote} wrote it and {read if state.slices > 1 or slices > 1 else size} read it, so each starts from the "
-            f"mean of what they had not sent, and {compressor} learns thresholds anew"
+            f"mean of what they had not sent, and {ANEW}"
         )
     elif state.ranks and state.slices != slices:
         had, has = _counted(state.slices), _counted(slices)
-        yield f"a member had {had} and has {has}, so {compressor} learns thresholds anew"
+        yield f"a member had {had} and has {has}, so {ANEW}"
     if state.compressor != compressor:
-        yield f"it was written with {state.compressor}, so {compressor} learns thresholds anew"
+        yield written_with(state.compressor, compressor)
     elif state.checksum is None:  # nobody knows what would come of what compressors kept
-        yield f"it has no checksum, so {compressor} learns thresholds anew"
+        yield f"it has no checksum, so {ANEW}"
+
+
+def written_with(before: str, now: str) -> str:
+    """Say what goes on where the compressor is another one."""
+    return f"it was written with {before} and is read with {now}: what was not sent goes on, and {ANEW}"
 
 
 def _parties(number: int, ranks: int) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_sparse.checkpoint.rank_local import RankLocalState, different_on, own_tensors, set_tensors
-from lightning_sparse.checkpoint.residuals import steps_of
+from lightning_sparse.checkpoint.residuals import ANEW, steps_of, written_with, zero_everywhere
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.averager import Averager, LocalState
 from lightning_sparse.engine.checksum import checksum
@@ -55,9 +55,12 @@ def gather(
     groups = list(averager.kept(keep_means))
     means = averager.due_means if keep_means else {}
     due = {name: as_shard_of(model.tensors[name], x.to(averager.device)) for name, x in means.items()}
-    unsent = {}
+    unsent, zero = {}, []
     for group in groups:
-        for name, shape, slot in zip(group.names, group.shapes, group.slots(group.unsent), strict=True):
+        slots = group.slots(group.unsent)
+        are_zero = zero_everywhere(slots, world()) if local is None else [False] * len(slots)
+        zero += [name for name, is_zero in zip(group.names, are_zero, strict=True) if is_zero]
+        for name, shape, slot in zip(group.names, group.shapes, slots, strict=True):
             x = slot if residuals == "per_rank" else column.all_reduce(slot.clone()).wait() / column.size
             unsent[name] = as_shard_of(model.tensors[name], x.view(shape))
     memory = [dict(sorted(group.memory.items())) for group in groups] if residuals == "per_rank" else []
@@ -71,9 +74,12 @@ def gather(
         "compressor": compressor,
         "groups": [list(group.names) for group in groups],
         "shapes": {name: list(x.shape) for name, x in unsent.items()},
+        "zero": zero,  # of which nothing else is kept
         DUE: list(due),
         "plans": plans[: model.shard_size],
     }
+    for name in zero:
+        del unsent[name]
     own: dict[str, Tensor] = {}
     if local is not None:
         said["local"], (own, said["differing"]) = True, _own(local, parts, averager.device)
@@ -157,7 +163,7 @@ def restore(
             lost.append(f"what was not sent of {', '.join(gone[:5])} is dropped")
         lost += not_carried(saved, averager.groups)
     if lost:
-        rank_zero_warn(f"Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
+        rank_zero_warn(f"lightning_sparse: Resuming from a checkpoint of another configuration: {'; '.join(lost)}.")
 
 
 def _of_this_kind(said: Mapping[str, Any] | None, local: bool) -> Mapping[str, Any] | None:
@@ -175,8 +181,8 @@ def _of_this_kind(said: Mapping[str, Any] | None, local: bool) -> Mapping[str, A
         )
     if said is not None and local and not was_local:
         rank_zero_warn(
-            "The checkpoint was written without local_steps and is read with: what the ranks had not sent is of "
-            "another kind, and is dropped."
+            "lightning_sparse: The checkpoint was written without local_steps and is read with: what the ranks had "
+            "not sent is of another kind, and is dropped."
         )
         return None
     return said
@@ -187,9 +193,9 @@ def _differences(said: Mapping[str, Any], averager: Averager, model: ShardedMode
     if len(replicas) != averager.size or replicas == [MEAN]:
         yield f"{mesh[0]} replicas wrote it, and each of {averager.size} starts from the mean of what was not sent"
     elif mesh != list(model.mesh.shape):
-        yield f"it was written with {mesh[1]} shards, so {compressor} learns thresholds anew"
+        yield f"it was written with {mesh[1]} shards, so {ANEW}"
     if said["compressor"] != compressor:
-        yield f"it was written with {said['compressor']}, so {compressor} learns thresholds anew"
+        yield written_with(said["compressor"], compressor)
     if averager.local is not None and mesh != list(model.mesh.shape):
         yield "states of optimizers and buffers are those of the first replica"
 
@@ -237,7 +243,9 @@ def _zeros(p: Tensor) -> Tensor:
 def _unsent(
     said: Mapping[str, Any], checkpoint: Path | None, replica: str, names: Sequence[str], model: ShardedModel
 ) -> dict[str, Tensor]:
-    """What a ``replica`` had not sent, this rank's shard of each parameter."""
+    """What a ``replica`` had not sent, this rank's shard of each parameter, but for zeros."""
+    zero = set(said.get("zero", ()))
+    names = [name for name in names if name not in zero]
     if checkpoint is None:
         row = said["replicas"].index(replica)
         return {name: _own_shard(said["unsent"][name][row], model.tensors[name]) for name in names}

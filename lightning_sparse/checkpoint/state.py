@@ -14,6 +14,7 @@ from lightning_sparse.checks import is_list, is_names, is_whole
 
 KEY = "lightning_sparse"
 RESIDUALS = ("per_rank", "mean", "none")
+NOT_FIRST = "it is what state_dict() returned on another rank than 0"
 
 
 def _is_tensors(value: object) -> bool:
@@ -100,9 +101,15 @@ class State:
         further: dict[str, Any] = {"local": local, "means": means, "slices": slices, "checksum": saved.get("checksum")}
         state = cls(**{name: saved[name] for name in SCHEMA}, **further)
         rows = state.rows_of(rank, size)
-        for wrong in chain(state._wrong(rows), state._altered(rows)):
+        not_first = [NOT_FIRST] if state._is_of_another_rank() else []
+        for wrong in chain(not_first, state._wrong(rows), state._altered(rows)):
             raise ValueError(wrong)
         return state
+
+    def _is_of_another_rank(self) -> bool:
+        """Whether something in it has no rows, as :meth:`to_dict` returns it on other ranks than the first."""
+        tensors = [*self.unsent.values(), *(x for group in self.groups for x in group["memory"].values())]
+        return bool(self.ranks) and any(x.shape[:1] == (0,) for x in tensors)
 
     def _wrong(self, rows: range) -> Iterator[str]:
         """Yield what of one entry does not fit another, or has values that cannot have been saved, in ``rows``."""
@@ -218,11 +225,11 @@ def mean_used(x: Tensor, rows: range) -> Tensor:
 
 
 def nbytes(saved: Mapping[str, Any]) -> int:
-    """The bytes of all tensors in what :meth:`State.to_dict` returned on this rank."""
+    """The bytes of all tensors in what :meth:`State.to_dict` returned on this rank, as a file keeps them."""
     kept = [saved["unsent"], saved.get("means", {}), *(group["memory"] for group in saved["groups"])]
     kept += saved.get("local", {}).get("optimizers", [])
     tensors = [x for each in kept for x in each.values()]
-    return sum(x.nbytes for x in tensors)
+    return sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors)  # of zeros it keeps one
 
 
 def _shown(value: object) -> str:

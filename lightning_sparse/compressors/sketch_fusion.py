@@ -60,8 +60,8 @@ class SketchFusion(Compressor):
         wide = is_number(self.width) and 0 < self.width <= INDEX_LIMIT
         fading = is_number(self.momentum) and 0 <= self.momentum < 1
         check_setting(self, "rows", odd, f"an odd number, as the median needs, at most {MOST_ROWS}; 5 is usual")
-        check_setting(self, "width", wide, "above 0, at most 2**31: columns of the table over k; 4 is usual")
-        check_setting(self, "momentum", fading, "at least 0 and below 1; 0 is none")
+        check_setting(self, "width", wide, "a number above 0, at most 2**31: columns of the table over k; 4 is usual")
+        check_setting(self, "momentum", fading, "a number of at least 0 and below 1; 0 is none")
         check_switch(self, "exact")
         check_seed(self, self.seed)
 

@@ -57,7 +57,7 @@ class SkipReduce(Compressor):
 
     def __post_init__(self) -> None:
         fraction = is_number(self.skip) and 0 <= self.skip <= 1
-        check_setting(self, "skip", fraction, "in [0, 1], the fraction of ranks left out; 0.5 leaves out half of them")
+        check_setting(self, "skip", fraction, "a number in [0, 1], the fraction of ranks left out: 0.5 for half")
         check_setting(self, "rotation", self.rotation in ROTATIONS, f"one of {', '.join(ROTATIONS)}")
         check_setting(self, "divisor", self.divisor in DIVISORS, f"one of {', '.join(DIVISORS)}")
         check_switch(self, "error_feedback")

@@ -171,10 +171,12 @@ class MomentumCorrection(Wrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (is_number(self.momentum) and 0 <= self.momentum < 1):
-            raise ValueError(f"MomentumCorrection: momentum must be at least 0 and below 1; got {self.momentum!r}.")
+            raise ValueError(
+                f"MomentumCorrection: momentum must be a number of at least 0 and below 1; got {self.momentum!r}."
+            )
         if self.clip_norm is not None and not (is_number(self.clip_norm) and 0 < self.clip_norm <= sys.float_info.max):
             raise ValueError(
-                f"MomentumCorrection: clip_norm must be above 0 and finite, or None for no clipping; got "
+                f"MomentumCorrection: clip_norm must be a finite number above 0, or None for no clipping; got "
                 f"{self.clip_norm!r}."
             )
 

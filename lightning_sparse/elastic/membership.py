@@ -146,8 +146,8 @@ class Membership:
             return None
         if self._hosts.was_made_anew and rows[:, 6].tolist().count(self._name) > 1:
             rank_zero_warn(
-                "Elastic(replica_id=...) must be a name that no other host has; got that of another one, so both train "
-                "on the same data in the same order. Give each its own, or none."
+                "lightning_sparse: Elastic(replica_id=...) must be a name that no other host has; got that of another "
+                "one, so both train on the same data in the same order. Give each its own, or none."
             )
         furthest, now = int(rows[:, 0].max()), set(rows[:, 1].tolist())
         if gone := self._known - now:
@@ -176,8 +176,9 @@ class Membership:
             lines = zip_longest(*(each.get(LAYERS, "").splitlines() for each in (self.described, other)))
             if (found := next(((own, its) for own, its in lines if own != its), None)) is not None:
                 rank_zero_warn(
-                    f"Hosts must train the same model; got `{(found[0] or '').strip()}` on this one where another has "
-                    f"`{(found[1] or '').strip()}`. If they compute differently, start one of them again."
+                    f"lightning_sparse: Hosts must train the same model; got `{(found[0] or '').strip()}` on this one "
+                    f"where another has `{(found[1] or '').strip()}`. If they compute differently, start one of them "
+                    "again."
                 )
                 return
 

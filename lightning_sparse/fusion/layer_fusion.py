@@ -109,7 +109,8 @@ class LayerFusion:
             return False
         averager.lanes.set_latencies(*state.get("latencies", averager.lanes.latencies))
         self.follow(Layout(groups, compressor))
-        rank_zero_info(f"LayerFusion: {len(averager.groups)} groups, as in the checkpoint.")
+        number = len(averager.groups)
+        rank_zero_info(f"lightning_sparse: {number} group{'s'[: number != 1]}, as in the checkpoint.")
         return True
 
     def _named(self, compressor: Compressor) -> str:
@@ -150,7 +151,7 @@ class LayerFusion:
                     costs = self.costs_on(measure_link(self.averager))
                     usual = yield from self.try_on(self.decide(self.compressor, at_work, measured, costs), measured)
                 except NoClock:  # on every rank
-                    rank_zero_warn("LayerFusion: no rank could tell the time; the groups stay as they are.")
+                    rank_zero_warn("lightning_sparse: no rank could tell the time; the groups stay as they are.")
             yield from self.watch(WINDOW, usual)
             planned = False
 
@@ -164,7 +165,7 @@ class LayerFusion:
         self.phase = "watch"
         before, now = yield from until_changed(self.averager, steps, usual, link)
         rank_zero_info(
-            f"LayerFusion: messages take {1e3 * now.messages_s:.1f} ms in a step, no longer "
+            f"lightning_sparse: messages take {1e3 * now.messages_s:.1f} ms in a step, no longer "
             f"{1e3 * before.messages_s:.1f} ms; measuring anew."
         )
 
@@ -190,7 +191,7 @@ class LayerFusion:
             messages_s = median(least_over_ranks(averager, messages[2:]).tolist())
             return Times(usual.step_s + now_s - span_s, messages_s, usual.sees_hidden)
         rank_zero_info(
-            f"LayerFusion: back to the groups before: backward and communication took {1e3 * span_s:.1f} ms "
+            f"lightning_sparse: back to the groups before: backward and communication took {1e3 * span_s:.1f} ms "
             f"in {len(before.groups)}, {1e3 * now_s:.1f} ms in {len(averager.groups)}, which is above {allowed:.0%} of "
             "it."
         )
@@ -221,12 +222,12 @@ class LayerFusion:
             if averager.lanes.everyone.rank == 0:
                 calibration = calibrate(pieces, kinds, measured)
                 plan = best_plan(pieces_of(self._parameters, compressor), kinds_from_now_on, measured, calibration)
-                rank_zero_info(f"LayerFusion: {plan}")
+                rank_zero_info(f"lightning_sparse: {plan}")
                 group_of = plan.group_of()
                 of_each = [[name for name in self._names if group_of[name] == i] for i in range(len(plan.ends))]
                 planned = json.dumps(of_each) if plan.ends != plan.before else ""
         except Exception as error:  # a plan is a gain, not a need; and the others wait for this rank
-            rank_zero_warn(f"LayerFusion: no plan could be made; the groups stay as they are. {error!r}")
+            rank_zero_warn(f"lightning_sparse: no plan could be made; the groups stay as they are. {error!r}")
         planned = averager.lanes.gather_text(planned)[0]
         groups = json.loads(planned) if planned else self.layout.groups
         return Layout(groups, compressor, plan)

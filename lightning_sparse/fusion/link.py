@@ -73,7 +73,7 @@ def measure_link(averager: Averager, latency_s: float | None = None) -> Link:
     mbit_s = 8e-6 / max(link.s_per_byte, IMMEASURABLE)
     rate = f"carries {mbit_s:,.0f} Mbit/s" if link.s_per_byte > IMMEASURABLE else "is too fast to be measured"
     rank_zero_info(
-        f"LayerFusion: a message takes {1e3 * link.latency_s:.2f} ms, an all-reduce of the backend "
+        f"lightning_sparse: a message takes {1e3 * link.latency_s:.2f} ms, an all-reduce of the backend "
         f"{1e3 * link.all_reduce_s:.2f} ms; the link {rate}."
     )
     return link

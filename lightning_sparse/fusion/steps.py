@@ -89,7 +89,7 @@ def measure_steps(
     for _ in range(counts.settling):
         yield
     steps_measured = counts.beside + counts.apart
-    rank_zero_info(f"LayerFusion: measuring {steps_measured} step{'s'[: steps_measured > 1]}.")
+    rank_zero_info(f"lightning_sparse: measuring {steps_measured} step{'s'[: steps_measured > 1]}.")
     spans, rests, messages, arrivals = [], [], [], []
     now_s = time.perf_counter()
     for i in range(steps_measured):

@@ -179,10 +179,11 @@ class GradientAverager(Averager):
         self._note_restored(self.discards.settle())
         if lost := self.discards.take_lost():
             rank_zero_warn(
-                f"The gradients of {some(lost)} were thrown away: zeroed after a backward, with no step between. What "
-                "had not been sent of them before is lost, this once: from now on what is unsent is copied before each "
-                f"backward ({4 * sum(group.n for group in self._groups) / 2**20:,.1f} MiB). To send less, keep such a "
-                "backward from reaching them: toggle_optimizer(), or requires_grad_(False) around it."
+                f"lightning_sparse: The gradients of {some(lost)} were thrown away: zeroed after a backward, with no "
+                "step between. What had not been sent of them before is lost, this once: from now on what is unsent "
+                f"is copied before each backward ({4 * sum(group.n for group in self._groups) / 2**20:,.1f} MiB). To "
+                "send less, keep such a backward from reaching them: toggle_optimizer(), or requires_grad_(False) "
+                "around it."
             )
 
     def _note_restored(self, groups: Iterable[Group]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_sparse.kernels.blocks import (
     BELOW_ONE,
     BLOCK,
+    FILLER,
     MOST_SCALE,
     SCALE_BITS,
     TINY,
@@ -46,8 +47,8 @@ def take_rows(
     """As :func:`lightning_sparse.kernels.reference.take_rows`."""
     launch(
         _take_rows, (_programs(length), count), values, out.view(values.dtype), out, values.numel(),
-        out.stride(0), len(out), width, start, length, rotation, first,
-        BITS=bits, BLOCK=BLOCK, ROWS=ROWS, **_numbers(bits),
+        out.stride(0), out.shape[1], len(out), width, start, length, rotation, first,
+        FILLER=FILLER, BITS=bits, BLOCK=BLOCK, ROWS=ROWS, **_numbers(bits),
     )  # fmt: skip
 
 
@@ -150,12 +151,12 @@ def _take(
     tl.store(codes + row * (BLOCK * BITS // 8) + byte, (tl.sum(digit, axis=2) & 0xFF).to(tl.uint8), mask=exists)
 
 
-@triton.jit(do_not_specialize=["size", "rotation", "first"])
+@triton.jit(do_not_specialize=["room", "size", "rotation", "first"])
 def _take_rows(
-    values: tl.tensor, scales: tl.tensor, codes: tl.tensor, total: tl.tensor, row_bytes: tl.tensor, size: tl.tensor,
-    width: tl.tensor, start: tl.tensor, length: tl.tensor, rotation: tl.tensor, first: tl.tensor,
-    SHARE: tl.constexpr, NEAREST: tl.constexpr, BELOW_ONE: tl.constexpr, SCALE_BITS: tl.constexpr, TINY: tl.constexpr,
-    MOST_SCALE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    values: tl.tensor, scales: tl.tensor, codes: tl.tensor, total: tl.tensor, row_bytes: tl.tensor, room: tl.tensor,
+    size: tl.tensor, width: tl.tensor, start: tl.tensor, length: tl.tensor, rotation: tl.tensor, first: tl.tensor,
+    FILLER: tl.constexpr, SHARE: tl.constexpr, NEAREST: tl.constexpr, BELOW_ONE: tl.constexpr, SCALE_BITS: tl.constexpr,
+    TINY: tl.constexpr, MOST_SCALE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     owner = (first + tl.program_id(1)) % size
     begin, n = segment(owner, total, size, width, start, length, rotation)
@@ -164,6 +165,9 @@ def _take_rows(
         values + begin, scales + head // 4, codes + head + 4 * blocks, n, blocks,
         SHARE, NEAREST, BELOW_ONE, SCALE_BITS, TINY, MOST_SCALE, BITS, BLOCK, ROWS,
     )  # fmt: skip
+    if tl.program_id(0) == 0:
+        behind = 4 * blocks + (n * BITS + 7) // 8 + tl.arange(0, FILLER)
+        tl.store(codes + head + behind, tl.zeros([FILLER], tl.uint8), mask=behind < room)
 
 
 @triton.jit(do_not_specialize=["size", "rotation"])

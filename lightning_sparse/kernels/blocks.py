@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 256  # values that share a scale, where they do; messages are cut into segments at multiples of it
+FILLER = 16  # bytes at most that fill up a row of values in blocks
 TINY = torch.finfo(torch.float32).tiny
 # Scales have 17 bits of mantissa, so that a step of up to 7 bits times its scale is exact in float32.
 SCALE_BITS = ~0x7F

@@ -13,6 +13,7 @@ from lightning_sparse.kernels.blocks import (
     BELOW_ONE,
     BLOCK,
     BLOCK_BITS,
+    FILLER,
     MOST_SCALE,
     SCALE_BITS,
     TINY,
@@ -162,10 +163,13 @@ def decode_indices(
         Indices, then ``width``: [R, capacity] int64; and 1 where all is as it must be, [R] int32.
     """
     start, limit = (0, width) if edges is None else (edges[:-1, None], edges.diff()[:, None])
-    head = block16_bytes(n, 0)
-    announced = payloads[:, :head].clone().view(torch.int32).long()  # [R, blocks]; clone: it may start anywhere
-    low = payloads[:, head : head + 2 * capacity].clone().view(torch.int16).long() & 0xFFFF  # [R, capacity]
-    place = torch.arange(capacity, device=payloads.device).repeat(len(payloads), 1)
+    rows, head = len(payloads), block16_bytes(n, 0)
+    # Copied, since a payload may start anywhere: [R, blocks] and [R, capacity].
+    announced = payloads[:, :head].flatten().clone().view(torch.int32).view(rows, head // 4).long()
+    low = (
+        payloads[:, head : head + 2 * capacity].flatten().clone().view(torch.int16).view(rows, capacity).long() & 0xFFFF
+    )
+    place = torch.arange(capacity, device=payloads.device).repeat(rows, 1)
     index = (torch.searchsorted(announced.clamp(min=0).cumsum(1), place, right=True) << BLOCK_BITS) | low
     count = counts[:, :1]
     meant = place < count
@@ -212,13 +216,15 @@ def take_rows(
 ) -> None:
     """:func:`take_blocks` of the segments of ``count`` ranks, from ``first`` on, into their rows of ``out`` [P, bytes].
 
-    What lies behind a segment's bytes in its row is left as it is.  The others say which: as of :class:`SliceSegment`.
+    The ``FILLER`` bytes behind a segment's in its row become zeros.  The others say which: as of :class:`SliceSegment`.
     """
     cut = SliceSegment(len(out), width, start, length, rotation)
     for i in range(count):
         owner = (first + i) % cut.size
         own = cut.of(values, owner)
-        take_blocks(own, out[owner, : block_bytes(own.numel(), bits)], bits)
+        used = block_bytes(own.numel(), bits)
+        take_blocks(own, out[owner, :used], bits)
+        out[owner, used : used + FILLER] = 0
 
 
 def read_rows(payloads: Tensor, out: Tensor, bits: int, width: int, start: int, length: int, rotation: int) -> None:

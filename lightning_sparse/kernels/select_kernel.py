@@ -30,11 +30,11 @@ def select(
     totals = x.new_empty((3, parts), dtype=torch.int64)
     index = x.new_full((parts, capacity), n, dtype=torch.int64)
     of_parts = begins if edges is None else edges
-    most = 0 if edges is None else 1 << (parts - 1).bit_length()
-    tile: dict[str, int] = {"PARTS": most, "WORDS": BLOCK // WORD, "WORD": WORD, "num_warps": 8}
+    padded = 0 if edges is None else 1 << (parts - 1).bit_length()
+    tile: dict[str, int] = {"PARTS": padded, "WORDS": BLOCK // WORD, "WORD": WORD, "num_warps": 8}
     launch(_mark, (blocks,), x, threshold, of_parts, bits, counts, n, parts, NEAR=near, **tile)
     launch(
-        _sum, (parts,), counts, of_parts, begins, totals, blocks, parts, most, PARTS=most, BLOCK=BLOCK, SUMMED=SUMMED
+        _sum, (parts,), counts, of_parts, begins, totals, blocks, parts, most, PARTS=padded, BLOCK=BLOCK, SUMMED=SUMMED
     )
     launch(_compact, (blocks,), bits, begins, of_parts, index, n, parts, capacity, **tile)
     return index, totals

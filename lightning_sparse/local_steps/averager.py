@@ -319,8 +319,8 @@ class LocalAverager(Averager):
         if not self._warned_of_own:
             self._warned_of_own = True
             rank_zero_warn(
-                "The parameters hold what this machine has trained, not the average of all: its ranks have a slice "
-                "each of that, and one of them may be gone."
+                "lightning_sparse: The parameters hold what this machine has trained, not the average of all: its "
+                "ranks have a slice each of that, and one of them may be gone."
             )
 
     def _show_buffers(self) -> None:

@@ -65,10 +65,12 @@ class LocalSteps:
         rate, momentum, lead, decay = self.outer_rate, self.outer_momentum, self.lead, self.error_decay
         ahead = lead is None or (is_number(lead) and 1 <= lead < math.inf)
         fading = decay is None or (is_number(decay) and 0 <= decay <= 1)
-        check_setting(self, "outer_rate", is_number(rate) and 0 < rate < math.inf, "above 0")
-        check_setting(self, "outer_momentum", is_number(momentum) and 0 <= momentum < 1, "at least 0 and below 1")
-        check_setting(self, "lead", ahead, "at least 1, or None")
-        check_setting(self, "error_decay", fading, "from 0 to 1, or None")
+        check_setting(self, "outer_rate", is_number(rate) and 0 < rate < math.inf, "a number above 0")
+        check_setting(
+            self, "outer_momentum", is_number(momentum) and 0 <= momentum < 1, "a number of at least 0 and below 1"
+        )
+        check_setting(self, "lead", ahead, "a number of at least 1, or None")
+        check_setting(self, "error_decay", fading, "a number from 0 to 1, or None")
         check_one_of("LocalSteps: second_moments", self.second_moments, SECOND_MOMENTS)
 
     @classmethod

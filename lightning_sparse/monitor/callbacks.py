@@ -24,7 +24,16 @@ from lightning_sparse.engine.checksum import checksum
 from lightning_sparse.fusion.layer_fusion import LayerFusion
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.monitor.pictures import draw, require_matplotlib
-from lightning_sparse.monitor.record import Notes, Point, Selected, Sums, advice, measure, measure_parts
+from lightning_sparse.monitor.record import (
+    Notes,
+    Point,
+    Selected,
+    Sums,
+    advice,
+    measure,
+    measure_parts,
+    with_earlier_names,
+)
 from lightning_sparse.monitor.tables import epoch_table, percent, plan_table, starvation, summary
 from lightning_sparse.network.agreement import ranks_having
 from lightning_sparse.network.comm import Comm
@@ -34,6 +43,7 @@ from lightning_sparse.network.torch_comm import world
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # an extra, and slow to import
 
+STEPS_OF_TABLE = 5  # of which a table of an epoch shows means, at least; shorter epochs have one together
 STEPS_BEFORE_PLAN = 3  # steps that follow a plan before it is shown beside one of them
 PICTURE = "compression.png"
 
@@ -52,23 +62,25 @@ class CompressionMonitor(Callback):
     - ``sparse/threshold_error``: |updated - k| / k, where k elements were meant to be updated
     - ``sparse/mask_bytes``: of the bytes sent, those that only said which elements travel (importance)
     - ``sparse/overflow``: elements this rank meant to send but kept, for want of room in a message
-    - ``sparse/unsent_norm``: Euclidean norm of what this rank keeps for later steps (as the two before, and density,
-      threshold_error and age: of all ranks of its member)
+    - ``sparse/residual_norm``: Euclidean norm of the residual, what this rank has not sent (as the two before, and
+      density, threshold_error and staleness: of all ranks of its member)
     - ``sparse/ms_compress``: milliseconds in the compressor's own code (on CUDA the host's)
     - ``sparse/ms_wait``: milliseconds training waited after its last gradient was handed over
     - ``sparse/oldest_steps``: steps that the oldest unsent gradient has waited in this fit; 0 where nothing is unsent
-    - ``sparse/unsent_over_gradient``: norm of what is unsent of a parameter over the norm of this rank's gradient, a
+    - ``sparse/residual_over_gradient``: norm of the residual of a parameter over the norm of this rank's gradient, a
       mean over about 100 steps, in the parameter where that is largest; inf where that gradient is zero
 
     - ``sparse/delivered``: the part of what was unsent on all ranks that the step delivered, as a squared norm
-    - ``sparse/age``: how many steps late a gradient of this rank arrives on average, by Little's law
+    - ``sparse/staleness``: how many steps late a gradient of this rank arrives on average, by Little's law
 
-    The progress bar says how much of dense DDP's bytes was sent: ``sent 1.3 %``.  Tensors are read, and the device is
-    waited for, in logged steps only.  The last four keys come from a sample of up to 64 elements of each parameter;
-    where some wait too long, the table and the summary say so, and what helps.
+    ``residual_norm``, ``residual_over_gradient`` and ``staleness`` are logged by their earlier names too,
+    ``unsent_norm``, ``unsent_over_gradient`` and ``age``, for a release.  The progress bar says how much of dense DDP's
+    bytes was sent: ``sent 1.3 %``.  Tensors are read, and the device is waited for, in logged steps only.
+    ``oldest_steps``, ``residual_over_gradient``, ``delivered`` and ``staleness`` come from a sample of up to 64
+    elements of each parameter; where some wait too long, the table and the summary say so, and what helps.
 
     Args:
-        table: print a table at the end of each epoch.
+        table: print a table at the end of each epoch; epochs of fewer than 5 steps have one together.
         per_group: log ``sparse/density/i``, ``sparse/threshold_error/i`` and ``sparse/overflow/i`` too, for each group
             i in the order in which groups are sent, and the two before with ``/name`` for each parameter; with
             ``table`` print LayerFusion's plan beside what was measured.
@@ -95,7 +107,7 @@ class CompressionMonitor(Callback):
 
     def _start(self) -> None:
         self._notes = Notes()
-        self._epoch = Sums()
+        self._epoch, self._first_epoch = Sums(), 0  # since a table was printed
         self._last: dict[str, float] = {}  # values logged last
         self._exchanged = 0  # the averager's count of steps after the last backward
         self._logged = 0  # the same when a step was last logged
@@ -115,8 +127,8 @@ class CompressionMonitor(Callback):
         averager = _averager(trainer)
         if averager is None:
             rank_zero_warn(
-                f"CompressionMonitor has nothing to report: {type(trainer.strategy).__name__} is not a strategy of "
-                "lightning_sparse. Give the Trainer strategy='sparse_auto', say."
+                f"lightning_sparse: CompressionMonitor has nothing to report: {type(trainer.strategy).__name__} is not "
+                "a strategy of lightning_sparse. Give the Trainer strategy='sparse_auto', say."
             )
             return
         self._rank = trainer.global_rank
@@ -124,11 +136,13 @@ class CompressionMonitor(Callback):
         self._notes.cuda = averager.device.type == "cuda"
         is_sharded = hasattr(trainer.strategy, "sharded")
         self._notes.dense = "dense HSDP" if is_sharded else "dense DDP"
+        self._notes.members = "replicas" if is_sharded else "machines" if averager.cut.count > 1 else "ranks"
         self._notes.advice = advice(trainer.strategy.options)  # type: ignore[attr-defined]
         averager.watch_unsent()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._epoch = Sums()
+        if self._epoch.steps >= STEPS_OF_TABLE or not self._epoch.steps:  # else a table is of several epochs
+            self._epoch, self._first_epoch = Sums(), trainer.current_epoch
         self._batch_ended_s = None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -177,9 +191,10 @@ class CompressionMonitor(Callback):
             return
         if self._exchanged != self._logged:
             self._log(trainer, pl_module, averager)
-        if self.table and trainer.is_global_zero:
-            get_console().print(epoch_table(trainer.current_epoch, self._notes, self._epoch, self._last))
-            if starving := starvation(self._notes.waiting, self._notes.selects):
+        if self.table and trainer.is_global_zero and self._epoch.steps >= STEPS_OF_TABLE:
+            epochs = range(self._first_epoch, trainer.current_epoch + 1)
+            get_console().print(epoch_table(epochs, self._notes, self._epoch, self._last))
+            if starving := starvation(self._notes):
                 get_console().print(starving)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -188,6 +203,8 @@ class CompressionMonitor(Callback):
         folder = (trainer.log_dir or trainer.default_root_dir) if save else ""  # asks every rank
         if not notes.points or not trainer.is_global_zero:
             return
+        chooser = getattr(getattr(trainer.strategy, "hook", None), "chooser", None)
+        notes.is_undecided = chooser is not None and chooser.chosen is None
         if self.summary:
             get_console().print(summary(notes))
         try:
@@ -196,7 +213,7 @@ class CompressionMonitor(Callback):
             if save:
                 _save(notes, folder)
         except OSError as error:  # no reason for a training to fail
-            rank_zero_warn(f"CompressionMonitor could not save what it noted: {error}")
+            rank_zero_warn(f"lightning_sparse: CompressionMonitor could not save what it noted: {error}")
 
     def plot(self, path: str | Path | None = None) -> "Figure":
         """Draw the last training: its loss, what it sent beside dense DDP, what it kept, its groups, and a step.
@@ -246,7 +263,9 @@ class CompressionMonitor(Callback):
         self._last = measure(averager, waiting)
         self._note(averager, trainer.accumulate_grad_batches)
         own = self._last | (measure_parts(averager, waiting) if self.per_group else {})
-        metrics = trainer.strategy.broadcast(own)  # rank 0's; every rank is here, for all take as many steps
+        metrics = trainer.strategy.broadcast(
+            with_earlier_names(own)
+        )  # rank 0's; every rank is here, for all take as many steps
         # Both switches: Lightning sends nothing more, nor warns that ranks may differ.  No logger: the values would be
         # logged once more in steps that send no gradient.
         module.log_dict(metrics, logger=False, batch_size=1, sync_dist=True, rank_zero_only=True)
@@ -272,7 +291,7 @@ class CompressionMonitor(Callback):
                 sent_bytes=notes.sums.sent_bytes,
                 loss=float(loss) * batches if isinstance(loss, torch.Tensor) and loss.numel() == 1 else math.nan,
                 threshold_error=self._last["sparse/threshold_error"],
-                unsent_norm=self._last["sparse/unsent_norm"],
+                unsent_norm=self._last["sparse/residual_norm"],
                 ms_wait=self._last["sparse/ms_wait"],
             )
         )
@@ -295,7 +314,7 @@ def _save(notes: Notes, folder: str) -> None:
     files.makedirs(folder, exist_ok=True)
     with files.open(path, "wb") as file:
         draw(notes).savefig(file, format="png", bbox_inches="tight")
-    rank_zero_info(f"CompressionMonitor: a picture of the training is in {path}")
+    rank_zero_info(f"lightning_sparse: a picture of the training is in {path}")
 
 
 class ReplicaCheck(Callback):
@@ -325,7 +344,10 @@ class ReplicaCheck(Callback):
         self._checked = trainer.global_step
         options = getattr(trainer.strategy, "options", None)
         if options is not None and options.hosts is not None:
-            rank_zero_warn("ReplicaCheck compares the ranks of one training, so it compares no hosts. Leave it out.")
+            rank_zero_warn(
+                "lightning_sparse: ReplicaCheck compares the ranks of one training, so it compares no hosts. Leave it "
+                "out."
+            )
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         if trainer.global_step - self._checked >= self.every_n_steps:

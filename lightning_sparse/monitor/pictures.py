@@ -143,7 +143,7 @@ def _draw_bytes(notes: Notes, axis: Any) -> None:
 def _draw_norm(notes: Notes, axis: Any) -> None:
     steps = [point.step for point in notes.points]
     axis.plot(steps, [point.unsent_norm for point in notes.points], color="tab:purple", lw=1)
-    axis.set(title="gradient kept for later steps", xlabel="step", ylabel="norm", ylim=(0, None))
+    axis.set(title="residual, which later steps send", xlabel="step", ylabel="norm", ylim=(0, None))
 
 
 def _draw_error(notes: Notes, axis: Any) -> None:
@@ -182,7 +182,7 @@ def _draw_oldest(axis: Any, waiting: Sequence[Waiting]) -> None:
     if 0 < limit <= max(each.oldest for each in waiting):
         axis.axvline(limit, color="tab:red", ls="--", lw=1, label="too long")
         _legend_above(axis)
-    axis.set(title="longest wait of a kept gradient", xlabel="steps", xlim=(0, None))
+    axis.set(title="longest wait of a residual", xlabel="steps", xlim=(0, None))
     _label_rows(axis, [_shortened(each.name) for each in waiting])
 
 
@@ -190,7 +190,7 @@ def _draw_ratio(axis: Any, waiting: Sequence[Waiting]) -> None:
     """Draw for each parameter how much of its gradient waits; the rows are those beside."""
     ratios = [each.unsent_over_gradient for each in waiting]
     axis.barh(range(len(ratios)), [value if isfinite(value) else 0 for value in ratios], color="tab:purple")
-    axis.set(title="gradient kept, of the same parameters", xlabel="times the norm of a gradient", xlim=(0, None))
+    axis.set(title="residual of the same parameters", xlabel="times the norm of a gradient", xlim=(0, None))
     _label_rows(axis, [""] * len(waiting))
 
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -104,8 +104,9 @@ KEEP = "Keep these settings"
 LESS_OFTEN = "Exchange less often, with larger batches or accumulate_grad_batches"
 LESS_WORK = "Compress with less work, as 'sparse_dense' with wire_dtype='int4' does"
 NO_FORMAT = "Compress with less work, as wire_dtype='float32' does"
-#: For a strategy that chooses by itself: where the network is no bottleneck, where it is, and where compressing is.
-OF_ITSELF = {"send more": KEEP, "send less": LESS_OFTEN, "compress less": LESS_OFTEN}
+#: For a strategy that chooses by itself: where the network is no bottleneck; where it is, and also where gradients wait
+#: too long already; and where compressing is.
+OF_ITSELF = {"send more": KEEP, "send less": LESS_OFTEN, "send no sparser": LESS_OFTEN, "compress less": LESS_OFTEN}
 
 
 def advice(options: Any) -> dict[str, str]:
@@ -120,13 +121,14 @@ def advice(options: Any) -> dict[str, str]:
     return {
         "send more": KEEP if sends_all and not options.local else f"{KEEP}, or send more for the sake of the loss",
         "send less": _send_less(options, inner, may_be_local),
+        "send no sparser": _send_less(options, inner, may_be_local, LESS.keys() - {"density"}),
         "compress less": LESS_WORK if not isinstance(inner, Dense) else LESS_OFTEN if sends_all else NO_FORMAT,
     }
 
 
-def _send_less(options: Any, inner: object, may_be_local: bool) -> str:
+def _send_less(options: Any, inner: object, may_be_local: bool, by: Collection[str] = LESS.keys()) -> str:
     settings = {field.name: getattr(inner, field.name) for field in fields(inner)}  # type: ignore[arg-type]
-    ways = [text for name, (text, least) in LESS.items() if settings.get(name, least) != least]
+    ways = [text for name, (text, least) in LESS.items() if name in by and settings.get(name, least) != least]
     if options.wire_dtype == "float32" or not (settings.keys() & LESS or options.wire_dtype in SHORTEST):
         ways.append("a shorter wire_dtype")
     if may_be_local:
@@ -205,6 +207,8 @@ class Notes:
     planned_s: list[float] = field(default_factory=list)  # seconds of the last steps that followed the plan
     dense: str = "dense DDP"  # what sends all, of the strategy's kind
     advice: dict[str, str] = field(default_factory=lambda: OF_ITSELF)  # for this strategy
+    members: str = "ranks"  # what more of there must be where there is nobody to send to
+    is_undecided: bool = False  # sparse_auto has chosen nothing
     cuda: bool = False  # steps ran on a GPU, of which the host's clock knows little
 
     def note(self, point: Point) -> None:
@@ -256,6 +260,24 @@ class Notes:
         )
 
 
+#: Log keys -> what they were called up to 0.2.0, which is logged too, for a release.
+EARLIER = {
+    "sparse/residual_norm": "sparse/unsent_norm",
+    "sparse/residual_over_gradient": "sparse/unsent_over_gradient",
+    "sparse/staleness": "sparse/age",
+}
+
+
+def with_earlier_names(metrics: Mapping[str, float]) -> dict[str, float]:
+    """``metrics``, those that had another name also by that."""
+    found = dict(metrics)
+    for key, value in metrics.items():
+        for now, before in EARLIER.items():
+            if key == now or key.startswith(f"{now}/"):
+                found[key.replace(now, before)] = value
+    return found
+
+
 def measure(averager: Averager, waiting: Sequence[Waiting]) -> dict[str, float]:
     """Return the log keys of the last step, after which ``waiting`` waited, between two steps on every rank.
 
@@ -276,11 +298,11 @@ def measure(averager: Averager, waiting: Sequence[Waiting]) -> dict[str, float]:
         "sparse/threshold_error": float(threshold_error(picked, target)),
         "sparse/mask_bytes": mask_bytes,
         "sparse/overflow": overflow,
-        "sparse/unsent_norm": math.sqrt(square),
+        "sparse/residual_norm": math.sqrt(square),
         "sparse/oldest_steps": float(max((each.oldest for each in waiting), default=0)),
-        "sparse/unsent_over_gradient": max((each.unsent_over_gradient for each in waiting), default=0.0),
+        "sparse/residual_over_gradient": max((each.unsent_over_gradient for each in waiting), default=0.0),
         "sparse/delivered": delivered_by(averager),
-        "sparse/age": waits / arrives if arrives else 0.0,
+        "sparse/staleness": waits / arrives if arrives else 0.0,
         "sparse/ms_compress": report.ms_compress,
         "sparse/ms_wait": _ms_wait(averager, report),
         **averager.metrics(),
@@ -296,7 +318,7 @@ def measure_parts(averager: Averager, waiting: Sequence[Waiting]) -> dict[str, f
         metrics[f"sparse/overflow/{group.index}"] = float(group.overflow)
     for each in waiting:
         metrics[f"sparse/oldest_steps/{each.name}"] = float(each.oldest)
-        metrics[f"sparse/unsent_over_gradient/{each.name}"] = each.unsent_over_gradient
+        metrics[f"sparse/residual_over_gradient/{each.name}"] = each.unsent_over_gradient
     return metrics
 
 

@@ -19,9 +19,10 @@ WORTH_SHOWING = 2  # steps that a gradient must have waited
 MOST_WAITING = 3  # parameters in the summary, those whose gradients wait longest
 
 
-def epoch_table(number: int, notes: Notes, sums: Sums, last: Mapping[str, float]) -> Table:
-    """Show means over the steps of epoch ``number`` of ``notes``, and what was logged of its ``last`` step."""
+def epoch_table(epochs: range, notes: Notes, sums: Sums, last: Mapping[str, float]) -> Table:
+    """Show means over the steps of ``epochs`` of ``notes``, and what was logged of the ``last`` of them."""
     steps = max(sums.steps, 1)
+    which = f"epoch {epochs[0]}" if len(epochs) == 1 else f"epochs {epochs[0]} to {epochs[-1]}"
     cells = {
         "sent": human_bytes(sums.sent_bytes / steps),
         notes.dense.replace(" ", "\n"): human_bytes(sums.dense_bytes / steps),
@@ -33,13 +34,13 @@ def epoch_table(number: int, notes: Notes, sums: Sums, last: Mapping[str, float]
             "off what was\nasked for": f"{last['sparse/threshold_error']:.1%}",
         }
     cells |= {
-        "kept\n(norm)": f"{last['sparse/unsent_norm']:.3g}",
+        "residual\n(norm)": f"{last['sparse/residual_norm']:.3g}",
         "compress": f"{sums.ms_compress / steps:.1f} ms",
         "wait": f"{sums.ms_wait / steps:.1f} ms",
     }
     table = Table(
         *(Column(heading, justify="right") for heading in cells),
-        title=f"epoch {number}: means of {sums.steps:,} steps on rank 0",
+        title=f"{which}: means of {_counted(sums.steps, 'step')} on rank 0",
         box=box.SIMPLE_HEAD,
         collapse_padding=True,  # to fit in 80 columns
         pad_edge=False,
@@ -55,7 +56,7 @@ def summary(notes: Notes) -> Group:
         "",
         Column("a step", justify="right"),
         Column("in all", justify="right"),
-        title=f"{sums.steps:,} steps on rank 0",
+        title=f"{_counted(sums.steps, 'step')} on rank 0",
         box=box.SIMPLE_HEAD,
     )
     for name, count in (("sent", sums.sent_bytes), (notes.dense, sums.dense_bytes)):
@@ -65,13 +66,16 @@ def summary(notes: Notes) -> Group:
     table.add_row("saved", human_bytes(saved / steps), human_bytes(saved) + share)
     ms_step = sums.ms_step / steps
     table.add_row("time", f"{ms_step:.1f} ms", f"{sums.ms_step / 1e3:.1f} s")
-    for name, ms in (("  compressing", sums.ms_compress / steps), ("  waiting for the network", notes.ms_wait())):
+    costs = (("  compressing", sums.ms_compress / steps), ("  waiting for the network", notes.ms_wait()))
+    for name, ms in costs if sums.sent_bytes else ():
         table.add_row(name, f"{ms:.1f} ms", f"{ms / ms_step:.1%} of it" if ms_step else "")
     if notes.expected_step_s is not None and notes.planned_s:
         table.add_row("expected by LayerFusion", f"{1e3 * notes.expected_step_s:.1f} ms", "")
         planned_s = notes.planned_s
-        table.add_row("  measured", f"{1e3 * median(planned_s):.1f} ms", f"median of {len(planned_s)} steps")
-    first = [line for line in (verdict(notes), starvation(notes.waiting, notes.selects)) if line]
+        table.add_row(
+            "  measured", f"{1e3 * median(planned_s):.1f} ms", f"median of {_counted(len(planned_s), 'step')}"
+        )
+    first = [line for line in (verdict(notes), starvation(notes)) if line]
     last = []
     if notes.selects:
         errors = [point.threshold_error for point in notes.points]
@@ -85,14 +89,14 @@ def _waiting_table(notes: Notes) -> list[Table]:
     """Show the parameters whose gradients wait longest, if any wait while others travel."""
     if not notes.selects or all(each.oldest < WORTH_SHOWING for each in notes.waiting):
         return []
-    headings = ("longest", "kept / own\ngradient", "waits\ntoo long")
+    headings = ("longest", "residual / own\ngradient", "waits\ntoo long")
     table = Table(
         Column("gradients that wait longest", overflow="fold"),
         *(Column(heading, justify="right", no_wrap=True) for heading in headings),
         box=box.SIMPLE_HEAD,
     )
     for each in longest_waiting(notes.waiting)[:MOST_WAITING]:
-        cells = f"{each.oldest:,} steps", f"{each.unsent_over_gradient:.3g}", f"{each.starving:.0%}"
+        cells = _counted(each.oldest, "step"), f"{each.unsent_over_gradient:.3g}", f"{each.starving:.0%}"
         table.add_row(each.name, *cells)
     return [table]
 
@@ -102,20 +106,22 @@ def longest_waiting(waiting: Sequence[Waiting]) -> list[Waiting]:
     return sorted(waiting, key=lambda each: (-each.starving, -each.oldest))
 
 
-def starvation(waiting: Sequence[Waiting], selects: bool) -> str:
+def starvation(notes: Notes) -> str:
     """Say what helps parameters whose gradients wait too long, and which they are; empty if none does.
 
-    Where nothing ``selects``, nothing takes another's place.
+    Where nothing is selected, nothing takes another's place.  Where training waits for the network, the density is not
+    to be raised.
     """
-    starving = [each for each in longest_waiting(waiting) if each.starving >= STARVES]
-    if not starving or not selects:
+    starving = [each for each in longest_waiting(notes.waiting) if each.starving >= STARVES]
+    if not starving or not notes.selects:
         return ""
+    helps = "give layers a share of their own (fusion='none', or a list of groups)"
+    helps = f"Raise the density, or {helps}" if _waited(notes) < BOTTLENECK else helps[0].upper() + helps[1:]
     worst, others = starving[0], len(starving) - 1
     more = f" and part of {others} other parameter{'s'[: others - 1]}" if others else ""
     return (
-        "Raise the density, or give layers a share of their own (fusion='none', or a list of groups): "
-        f"{worst.starving:.0%} of {worst.name}{more} waited for more than {STARVING * worst.turn:,.0f} steps, though "
-        f"an element is sent every {worst.turn:,.0f} steps on average."
+        f"{helps}: {worst.starving:.0%} of {worst.name}{more} waited for more than {STARVING * worst.turn:,.0f} steps, "
+        f"though an element is sent every {worst.turn:,.0f} steps on average."
     )
 
 
@@ -124,18 +130,37 @@ def verdict(notes: Notes) -> str:
     sums, steps = notes.sums, max(notes.sums.steps, 1)
     ms_step = sums.ms_step / steps
     if not sums.dense_bytes or not ms_step:
-        return "Use strategy='auto', or start more ranks: there was nobody to send to."
-    share = notes.ms_wait() / ms_step
+        return f"Use strategy='auto', or start more {notes.members}: there was nobody to send to."
+    if not sums.sent_bytes:
+        return "Train for longer: nothing had been sent yet when training ended."
+    share = _waited(notes)
     waited = f"training waited {share:.1%} of a step ({notes.ms_wait():.1f} of {ms_step:.1f} ms)"
     if share < BOTTLENECK:
         return f"{notes.advice['send more']}: the network was not your bottleneck, {waited} for means of gradients."
-    advice = notes.advice["send less"]
+    if notes.is_undecided:
+        return (
+            "Use strategy='ddp' for a model so small, or train for longer: sparse_auto had chosen nothing when "
+            f"training ended, and {waited} for means of gradients."
+        )
+    advice = notes.advice["send no sparser" if starvation(notes) else "send less"]
     cause = f"the network was your bottleneck, or a slower rank; {waited} for means of gradients"
-    if sums.ms_compress > sums.ms_network and not notes.cuda:  # on CUDA the host's clock cannot tell them apart
+    is_known = not notes.cuda and sums.sent_bytes < sums.dense_bytes  # on CUDA the host's clock cannot tell them apart
+    if is_known and sums.ms_compress > sums.ms_network:
         advice = notes.advice["compress less"]
         costs = f"compressing took {sums.ms_compress / steps:.1f} ms and messages {sums.ms_network / steps:.1f} ms"
         cause = f"compression was your bottleneck, {waited} and {costs}"
     return f"{advice}: {cause}."
+
+
+def _waited(notes: Notes) -> float:
+    """The part of a step in which training waited for means."""
+    ms_step = notes.sums.ms_step / max(notes.sums.steps, 1)
+    return notes.ms_wait() / ms_step if ms_step else 0.0
+
+
+def _counted(count: int, what: str) -> str:
+    """Write "1 step" or "1,000 steps"."""
+    return f"{count:,} {what}{'s'[: count != 1]}"
 
 
 UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}

@@ -40,7 +40,8 @@ class Members:
         return next((m, ranks.index(rank)) for m, ranks in enumerate(self.ranks) if rank in ranks)
 
     def __str__(self) -> str:
-        return f"{self.size} members of {self.local_size} ranks each ({self.why})"
+        members = f"{self.size} member{'s'[: self.size != 1]}"
+        return f"{members} of {self.local_size} ranks each ({self.why})"
 
 
 def alone(size: int) -> Members:

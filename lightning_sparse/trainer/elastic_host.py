@@ -50,14 +50,14 @@ class ElasticHost:
         schedules = self._trainer.lr_scheduler_configs
         if self._hosts.own_pace and any(each.interval == "epoch" for each in schedules):
             rank_zero_warn(
-                "With own_pace=True each host has epochs of its own, so a schedule that goes by epochs has them train "
-                "at different learning rates. Give it interval='step'."
+                "lightning_sparse: With own_pace=True each host has epochs of its own, so a schedule that goes by "
+                "epochs has them train at different learning rates. Give it interval='step'."
             )
         if any(each.reduce_on_plateau for each in schedules):
             rank_zero_warn(
-                "ReduceLROnPlateau goes by what this host has measured, so that hosts may come to train at different "
-                "learning rates. Have it monitor what is the same on all, such as the loss of one validation set "
-                "without shuffling, or take another schedule."
+                "lightning_sparse: ReduceLROnPlateau goes by what this host has measured, so that hosts may come to "
+                "train at different learning rates. Have it monitor what is the same on all, such as the loss of one "
+                "validation set without shuffling, or take another schedule."
             )
 
     # - what hosts tell each other

@@ -52,6 +52,9 @@ class OnMesh:
                 check_whole(name, size, 1, "Or leave it out.")
         self._sizes = replicate_size, shard_size
 
+    def __repr__(self: Any) -> str:
+        return f"{type(self).__name__}({self.options.brief('fusion')})"
+
     @property
     def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
         """Every rank has data of its own."""
@@ -198,7 +201,7 @@ class HSDPMixin(OnMesh, AveragingMixin, _Base):
         if self.global_rank == 0:  # what an interrupted save leaves must not be taken for whole
             shutil.rmtree(Path(filepath) / KEY, ignore_errors=True)
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if tensors:
+        if is_folder and KEY in checkpoint:  # on every rank, also where it has no tensors
             save_tensors(tensors, Path(self.broadcast(filepath)))
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

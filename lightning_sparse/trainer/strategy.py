@@ -32,7 +32,8 @@ from lightning_sparse.trainer.elastic_host import ElasticHost, check_one_machine
 from lightning_sparse.trainer.shown_average import BeforeCallbacks, ShownAverage
 from lightning_sparse.trainer.signals import Signals
 
-LARGE_BYTES = 2**30  # of residuals in a checkpoint
+REPORTED_BYTES, LARGE_BYTES = 2**10, 2**30  # of residuals in a checkpoint
+DROPPED = "Only strategies of lightning_sparse resume with them; under plain DDP they are dropped without a word."
 
 # The mixin serves lightning and pytorch_lightning, whose classes are unrelated; type checkers see the first.
 if TYPE_CHECKING:
@@ -113,6 +114,9 @@ class SparseMixin(AveragingMixin, _Base):
         self.host: ElasticHost | None = None  # likewise, with elastic
         self._hooked: LightningModule | None = None
         self._size_reported = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.options.brief()})"
 
     # - before a run
 
@@ -223,8 +227,9 @@ class SparseMixin(AveragingMixin, _Base):
         if "optimizer_states" in checkpoint and self.hook is not None and self.options.residuals != "none":
             if self.shown_average is not None and self.shown_average.others_may_be_gone():
                 rank_zero_warn(
-                    f"{filepath} is written without residuals (the gradient not yet sent): training was interrupted, "
-                    "and gathering them might wait for a rank that is gone. Resuming from it starts them from zero."
+                    f"lightning_sparse: {filepath} is written without residuals (the gradient not yet sent): training "
+                    "was interrupted, and gathering them might wait for a rank that is gone. Resuming from it starts "
+                    "them from zero."
                 )
             else:
                 start_s = time.perf_counter()
@@ -234,15 +239,15 @@ class SparseMixin(AveragingMixin, _Base):
                 self._report_size(nbytes(state), time.perf_counter() - start_s)
         elif "optimizer_states" in checkpoint and self._start_method != "popen" and self.options.residuals != "none":
             rank_zero_warn(
-                f"{filepath} is written without residuals and optimizer states: training ran in child processes "
-                f"(start_method={self._start_method!r}), and they ended with it. For a checkpoint to resume from, let "
-                "ModelCheckpoint write it during fit, with save_last=True, say."
+                f"lightning_sparse: {filepath} is written without residuals and optimizer states: training ran in "
+                f"child processes (start_method={self._start_method!r}), and they ended with it. For a checkpoint to "
+                "resume from, let ModelCheckpoint write it during fit, with save_last=True, say."
             )
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _report_size(self, nbytes: int, seconds: float) -> None:
-        """Say once what residuals add to a checkpoint."""
-        if self._size_reported:
+        """Say once what residuals add to a checkpoint, and who reads them; nothing where hardly anything is unsent."""
+        if self._size_reported or nbytes < REPORTED_BYTES:
             return
         self._size_reported = True
         figure = (
@@ -250,11 +255,12 @@ class SparseMixin(AveragingMixin, _Base):
         )
         if nbytes > LARGE_BYTES:
             rank_zero_warn(
-                f"{figure} to every checkpoint, gathered on rank 0 in {seconds:.1f} s. residuals='mean' keeps one mean "
-                "over the ranks, 'none' nothing."
+                f"lightning_sparse: {figure} to every checkpoint, gathered on rank 0 in {seconds:.1f} s. "
+                f"residuals='mean' keeps one mean over the ranks, 'none' nothing. {DROPPED}"
             )
         else:
-            rank_zero_info(f"lightning_sparse: {figure} to a checkpoint, gathered in {1e3 * seconds:.0f} ms.")
+            gathered = f"gathered in {1e3 * seconds:.0f} ms"
+            rank_zero_info(f"lightning_sparse: {figure} to a checkpoint, {gathered}. {DROPPED}")
 
     # - the end
 

@@ -18,6 +18,7 @@ from lightning_sparse.kernels import ops
 from lightning_sparse.kernels.blocks import (
     BELOW_ONE,
     BLOCK,
+    FILLER,
     MOST_SCALE,
     SCALE_BITS,
     TINY,
@@ -233,7 +234,7 @@ class Blocks(ValueFormat):
         if values.device.type == "cpu":
             super().take_rows(values, out, cut, first, count)
             return
-        if cut.size * cut.width > values.numel() or self.nbytes(cut.length) < out.shape[1]:
+        if cut.size * cut.width > values.numel() or self.nbytes(cut.length) + FILLER < out.shape[1]:
             out.zero_()  # of which not all is written to
         ops.take_rows(values, out, self.bits, cut.width, cut.start, cut.length, cut.rotation, first, count)
 

@@ -3,12 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
 
 import lightning_sparse as ls
 from lightning_sparse.local_steps.second_moments import EARLY
 from lightning_sparse.network.costs import DEVICE_SEGMENT_BYTES
 from lightning_sparse.wire import wire_format
-from tests.support.fake_cuda import unavailable_reason
+from tests.support.fake_cuda import FakeCuda, unavailable_reason
 from tests.support.on_fake_cuda import Training, gradients, local_steps, on_fake_cuda, parameters
 
 LAYERS = 20
@@ -18,12 +19,28 @@ reason = unavailable_reason()
 on_a_fake_device = pytest.mark.skipif(reason is not None, reason=reason or "")
 
 
+class Steady(FakeCuda):
+    """Has the host see that of each rank's part as many elements were sent as ``compressor`` means to send of ``n``."""
+
+    def __init__(self, compressor: ls.Compressor, n: int, size: int) -> None:
+        super().__init__()
+        self._wanted = round(getattr(compressor, "density", 1.0) * n)
+        self._size = size
+
+    def seen(self, dtype: torch.dtype) -> Any:
+        return float(self._wanted) if dtype.is_floating_point else self._wanted // self._size
+
+
 def launched(n: int, layers: int, wire_dtype: str, compressor: ls.Compressor, size: int = 4) -> tuple[int, int, int]:
-    """Launches of a step's exchange, messages among them, and groups, for ``n`` elements in ``layers`` parameters."""
-    with on_fake_cuda(size=size) as (cuda, nccl):
+    """Launches of a step's exchange, messages among them, and groups, for ``n`` elements in ``layers`` parameters.
+
+    Of the third step: in the first two thresholds are found.
+    """
+    with on_fake_cuda(Steady(compressor, n, size), size=size) as (cuda, nccl):
         of = parameters({f"layer {i}": (n // layers,) for i in range(layers)})
         averager = gradients(nccl, of, compressor, wire_dtype, bucket_bytes=25 * 2**20)
         training = Training(averager, of, min(layers, BUCKETS))
+        training.step()
         training.step()
         cuda.launched.clear()
         nccl.messages = 0
@@ -34,7 +51,7 @@ def launched(n: int, layers: int, wire_dtype: str, compressor: ls.Compressor, si
 
 @on_a_fake_device
 @pytest.mark.parametrize(("n", "layers"), [(10**6, 1), (10**8, LAYERS)])
-@pytest.mark.parametrize(("wire_dtype", "most"), [("float32", 6), ("bfloat16", 24), ("int4", 9), ("sign", 11)])
+@pytest.mark.parametrize(("wire_dtype", "most"), [("float32", 6), ("bfloat16", 11), ("int4", 9), ("sign", 11)])
 def test_a_dense_step_launches_little(wire_dtype: str, most: int, n: int, layers: int) -> None:
     """At most so much for every 32 MiB of what a rank owns of a group."""
     count, messages, groups = launched(n, layers, wire_dtype, ls.Dense())
@@ -42,6 +59,25 @@ def test_a_dense_step_launches_little(wire_dtype: str, most: int, n: int, layers
     segments = max(groups, -(-own_bytes // DEVICE_SEGMENT_BYTES) if wire_dtype != "float32" else 1)
     assert count <= most * segments
     assert messages <= 2 * segments
+
+
+@on_a_fake_device
+@pytest.mark.parametrize(
+    ("compressor", "wire_dtype", "most"),
+    [
+        (ls.Dense(), "bfloat16", 10), (ls.Dense(), "float16", 10), (ls.SkipReduce(), "float32", 10),
+        (ls.MiCRO(), "int4", 40), (ls.MiCRO(balance=False), "bfloat16", 40), (ls.TopK(), "int4", 30),
+        (ls.TopK(), "float16", 30), (ls.OkTopk(), "int4", 65), (ls.OkTopk(), "bfloat16", 65),
+        (ls.ImportancePruning(givers=4), "int4", 65), (ls.SketchFusion(), "bfloat16", 60), (ls.RandomK(), "int4", 35),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_more_ranks_launch_no_more(compressor: ls.Compressor, wire_dtype: str, most: int) -> None:
+    """The same, but for zeros where a vector cannot be cut evenly, or messages of givers that only they fill."""
+    counts = [launched(10**6, 1, wire_dtype, compressor, size)[0] for size in (4, 16, 64)]
+    assert max(counts) <= most
+    if not isinstance(compressor, ls.ImportancePruning):
+        assert max(counts) <= counts[0] + 2
 
 
 @on_a_fake_device

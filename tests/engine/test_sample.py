@@ -1,7 +1,7 @@
 """How long gradients wait, by a sample of each parameter's elements."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.groups import carry_over
 from lightning_sparse.engine.observers import STARVING, CompressionError, Sample, Waiting
 from lightning_sparse.gradients.averager import GradientAverager
+from lightning_sparse.monitor.record import Notes, Sums
 from lightning_sparse.monitor.tables import starvation
 from lightning_sparse.network.comm import Comm, Rounds
 from lightning_sparse.network.simulated import SimNetwork
@@ -116,13 +117,17 @@ def test_a_layer_of_small_gradients_starves_beside_others_and_not_by_itself() ->
     norm, embedding = together.samples[0].waiting()
     assert (embedding.oldest, embedding.starving, norm.starving) == (60, 1.0, 0.0)
     assert embedding.turn == pytest.approx(10, rel=0.1)  # density 0.1
-    assert starvation([norm, embedding], selects=True) == (
-        "Raise the density, or give layers a share of their own (fusion='none', or a list of groups): 100% of "
+    notes = Notes(selects=True, waiting=[norm, embedding])
+    helps = "give layers a share of their own (fusion='none', or a list of groups): 100% of "
+    which = (
         f"embedding.weight waited for more than {STARVING * embedding.turn:.0f} steps, though an element is sent every "
         f"{embedding.turn:.0f} steps on average."
     )
-    assert starvation([norm, embedding], selects=False) == ""
-    assert starvation(apart.samples[0].waiting(), selects=True) == ""
+    assert starvation(notes) == f"Raise the density, or {helps}{which}"
+    bound = Sums(steps=1, sent_bytes=1, dense_bytes=9, ms_step=10, ms_wait=5)  # to send more would take longer
+    assert starvation(replace(notes, sums=bound)) == f"G{helps[1:]}{which}"
+    assert starvation(replace(notes, selects=False)) == ""
+    assert starvation(replace(notes, waiting=apart.samples[0].waiting())) == ""
 
 
 # - beside an exchange

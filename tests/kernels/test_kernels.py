@@ -4,6 +4,7 @@
 reads TRITON_INTERPRET when it is imported.
 """
 
+import itertools
 import math
 import os
 import subprocess
@@ -65,16 +66,24 @@ def check_select(device: torch.device) -> None:
         compare_select(device, next(vectors(1000)), threshold, 1000)
     shifted = torch.randn(2001, generator=rng())[1:]  # whose first element is not aligned to 16 bytes
     compare_select(device, shifted, 1.0, 2000)
+    for edges in ([0, 0], [0, 7, 7, 1000], [0, 1, 2000, 6097, 10_000], [0, 0, 4096, 9000]):
+        compare_select(device, torch.randn(edges[-1], generator=rng()), 1.0, 300, torch.tensor(edges))
 
 
-def compare_select(device: torch.device, x: Tensor, threshold: float, capacity: int) -> None:
-    limit = torch.tensor(threshold)
-    index, (seen, near) = reference.select(x, limit, NEAR, capacity)
-    found = kernels.select(x.to(device, copy=True), limit.to(device), capacity, NEAR)
+def compare_select(
+    device: torch.device, x: Tensor, threshold: float, capacity: int, edges: Tensor | None = None
+) -> None:
+    """With the reference, and that of several parts with that of each."""
+    limit, cut = torch.tensor(threshold), None if edges is None else edges.to(device)
+    index, totals = reference.select(x, limit, NEAR, capacity, capacity // 2, edges)
+    found = kernels.select(x.to(device, copy=True), limit.to(device), capacity, NEAR, capacity // 2, cut)
     same(found.index, index)
-    same(found.seen, seen)
-    same(found.near, near)
-    same(found.count, seen.clamp(max=capacity))
+    for ours, theirs in zip((found.seen, found.near, found.count), totals, strict=True):
+        same(ours, theirs)
+    for row, (start, stop) in enumerate([] if edges is None else itertools.pairwise(edges.tolist())):
+        alone, counts = reference.select(x[start:stop], limit, NEAR, capacity, capacity // 2, None)
+        same(index[row], torch.where(alone[0] < stop - start, alone[0] + start, x.numel()))
+        same(totals[:, row], counts[:, 0])
 
 
 def check_scatter(device: torch.device) -> None:
@@ -112,38 +121,85 @@ def check_sketch(device: torch.device) -> None:
             same(kernels.sketch_estimate(table.to(device), hashed, torch.full((n,), 7.0, device=device)), estimates)
 
 
+def check_sparse(device: torch.device) -> None:
+    for n in SIZES:
+        rows = [random_set(n, min(n, m), seed=m) for m in (5, 0, 700, 3)]
+        index = torch.stack([padded(row, n, 701) for row in rows])
+        values = torch.randn(index.shape, generator=rng())
+        if n > 7:
+            values[2, :2] = torch.tensor([torch.nan, -torch.inf])
+        there, sent = index.to(device), values.to(device)
+        expected, room = torch.full((n,), 7.0), torch.full((n + 2,), 7.0, device=device)
+        reached = reference.add_up(index, values, expected)
+        same(kernels.add_up(there, sent, room[1:-1]), reached)
+        same(room[1:-1], expected)
+        assert int(reached) == torch.cat(rows).unique().numel()
+        for x in vectors(n):
+            ours = x.to(device, copy=True)
+            for magnitudes in (False, True):
+                same(kernels.pick(there, ours, magnitudes), reference.pick(index, x, magnitudes))
+            for onto in (False, True):
+                put = x.index_copy(0, rows[2], (x[rows[2]] if onto else 0) + values[2, : rows[2].numel()])
+                kernels.put(there[2], sent[2], ours.copy_(x), onto)
+                same(ours, put)
+                reference.put(index[2], values[2], x.clone(), onto)
+        same(kernels.among(there, there.flip(0).contiguous(), n), reference.among(index, index.flip(0), n))
+        assert room[[0, -1]].tolist() == [7, 7]
+
+
 def check_indices(device: torch.device) -> None:
     for n in (*SIZES, 65_536, 65_537, 300_000):
         for m in {0, min(n, 1), min(n, 7), min(n, 1030)}:
             for capacity in (max(1, m), m + 600):
-                compare_indices(device, random_set(n, m, seed=n), n, capacity)
-    compare_indices(device, torch.tensor([0, 65_535, 2**30 - 1, 2**31 - 2, 2**31 - 1]), 2**31, 6)
+                compare_indices(device, [random_set(n, m, seed=n)], n, capacity)
+    compare_indices(device, [torch.tensor([0, 65_535, 2**30 - 1, 2**31 - 2, 2**31 - 1])], 2**31, 6)
+    several = [random_set(70_000, m, seed=m) for m in (3, 0, 40)]
+    compare_indices(device, several, 70_000, 50)
+    compare_indices(device, several, 70_000, 50, torch.arange(4) * 70_000)
 
 
-def compare_indices(device: torch.device, index: Tensor, n: int, capacity: int) -> None:
-    count = torch.tensor(index.numel(), dtype=torch.int32, device=device)
-    payload = torch.empty(BLOCK16.nbytes(n, capacity), dtype=torch.uint8)
-    BLOCK16.encode(index, n, capacity, payload)
-    room = torch.full((payload.numel() + 2,), 0xA5, dtype=torch.uint8, device=device)
-    kernels.encode_indices(padded(index, n, capacity).to(device), count, n, room[1:-1])  # not aligned
-    same(room[1:-1], payload)
-    assert room[[0, -1]].tolist() == [0xA5, 0xA5]
-    decoded, intact = kernels.decode_indices(room[1:-1], n, capacity, count)
-    same(decoded, padded(index, n, capacity))
-    assert intact
+def compare_indices(
+    device: torch.device, rows: list[Tensor], n: int, capacity: int, edges: Tensor | None = None
+) -> None:
+    """With the format of the host, row by row."""
+    width, cut = n if edges is None else int(edges[-1]), None if edges is None else edges.to(device)
+    starts = [0] * len(rows) if edges is None else edges.tolist()
+    index = torch.stack([padded(row + start, width, capacity) for row, start in zip(rows, starts, strict=False)])
+    count = torch.tensor([row.numel() for row in rows], device=device)
+    nbytes = BLOCK16.nbytes(n, capacity)
+    payloads = torch.zeros(len(rows), nbytes + 3, dtype=torch.uint8)
+    for row, payload in zip(rows, payloads, strict=True):
+        BLOCK16.encode(row, n, capacity, payload[:nbytes])
+    room = torch.full((len(rows), nbytes + 5), 0xA5, dtype=torch.uint8, device=device)
+    counts = torch.full((len(rows), 5), -1, dtype=torch.int32, device=device)
+    load = count + 2**31 if n > 7 else None
+    there = index.to(device)
+    kernels.encode_indices(
+        there, count, count + 1, count + 2, load, n, counts[:, :4], room[:, 1:-1], cut
+    )  # not aligned
+    same(room[:, 1:-1], payloads)
+    assert (room[:, [0, -1]] == 0xA5).all()
+    assert counts.tolist() == [[m, m + 1, m + 2, 0 if load is None else 2**31 - 1, -1] for m in count.tolist()]
+    decoded, intact = kernels.decode_indices(room[:, 1:-1], counts[:, :4], n, capacity, width, cut)
+    same(decoded, index)
+    assert intact.all()
 
 
 def check_damaged_indices(device: torch.device) -> None:
     n, capacity, index = 150_000, 50, random_set(150_000, 40, seed=0)
+    edges = torch.tensor([0, n, n + 140_000, n + 290_000, n + 440_000])
     for seed in range(8):
         payload = encoded(BLOCK16, index, n, capacity)
         at = torch.randint(0, payload.numel(), (1 + seed % 2,), generator=rng(seed))
         payload[at] = torch.randint(0, 256, at.shape, dtype=torch.uint8, generator=rng(seed))
-        for count in (40, 39, -1, 51):
-            expected, intact = reference.decode_indices(payload, n, capacity, torch.tensor(count))
-            ours = kernels.decode_indices(payload.to(device), n, capacity, torch.tensor(count, device=device))
-            same(ours[0], expected)
-            same(ours[1], intact)
+        counts = torch.tensor([[40, 0], [39, 0], [-1, 0], [51, 0], [40, -1]], dtype=torch.int32)
+        payloads = payload.repeat(5, 1)
+        for cut, width in ((None, n), (torch.cat([edges, edges[-1:] + n]), 590_000)):
+            expected = reference.decode_indices(payloads, counts, n, capacity, cut, width)
+            where = None if cut is None else cut.to(device)
+            ours = kernels.decode_indices(payloads.to(device), counts.to(device), n, capacity, width, where)
+            same(ours[0], expected[0])
+            same(ours[1], expected[1])
 
 
 def check_blocks(device: torch.device) -> None:
@@ -236,9 +292,9 @@ def taken(values: Tensor, form: Any, cut: SliceSegment, row_bytes: int, first: i
 
 def check_floats(device: torch.device) -> None:
     for form in (FLOAT32, BFLOAT16, FLOAT16):
-        for n, size in ((0, 2), (1, 2), (5, 4), (1000, 4), (4097, 3), (9000, 5)):
+        for n, size in ((0, 2), (5, 4), (4097, 3)):
             width = -(-n // size)
-            for start, length in {(0, width), (0, min(width, 512)), (512, min(width - 512, 1024))}:
+            for start, length in {(0, width), (512, min(width - 512, 800))}:
                 for values in vectors(n) if length > 0 else ():
                     cut = SliceSegment(size, width, start, length, rotation=n % size)
                     is_tiny = values.abs() < 1e-37  # which the interpreter reads wrong in bfloat16
@@ -321,7 +377,7 @@ def test_the_reference_selects_what_above_does(values: list[float], threshold: f
     x = torch.tensor(values, dtype=torch.float32)
     found = kernels.select(x, torch.tensor(threshold, dtype=torch.float64), capacity, NEAR)
     expected = above(x, threshold)
-    assert found.index.tolist() == padded(expected[:capacity], len(values), capacity).tolist()
+    assert found.index[0].tolist() == padded(expected[:capacity], len(values), capacity).tolist()
     assert (int(found.seen), int(found.count)) == (expected.numel(), min(expected.numel(), capacity))
     assert int(found.near) == above(x, float(np.float32(NEAR) * np.float32(threshold))).numel()
 
@@ -333,7 +389,8 @@ def test_the_reference_calls_intact_what_block16_decodes(drawn: tuple[int, int, 
     for bit in data.draw(st.lists(st.integers(0, 8 * payload.numel() - 1), max_size=3), label="flipped bits"):
         payload[bit // 8] ^= 1 << bit % 8
     count = data.draw(st.one_of(st.just(index.numel()), st.integers(-1, capacity + 1)), label="count")
-    decoded, intact = kernels.decode_indices(payload, n, capacity, torch.tensor(count))
+    counts = torch.tensor([[count]], dtype=torch.int32)
+    (decoded,), (intact,) = kernels.decode_indices(payload[None], counts, n, capacity, n)
     assert ((decoded >= 0) & (decoded <= n)).all()
     try:
         expected = BLOCK16.decode(payload, n, capacity, count)
@@ -345,16 +402,24 @@ def test_the_reference_calls_intact_what_block16_decodes(drawn: tuple[int, int, 
 
 
 def test_operators_keep_to_their_schemas() -> None:
-    x, table, payload = torch.randn(50), torch.zeros(3, 8), torch.zeros(BLOCK16.nbytes(50, 9), dtype=torch.uint8)
+    x, table, payloads = torch.randn(50), torch.zeros(3, 8), torch.zeros(1, BLOCK16.nbytes(50, 9), dtype=torch.uint8)
     hashed = hashes(CountSketch(3, 8), 50)
+    counts = torch.full((1, 4), 9, dtype=torch.int32)
     index, count, coded = torch.arange(9), torch.tensor(9), torch.zeros(INT4.nbytes(50), dtype=torch.uint8)
     for operator, arguments in (
-        (ops.select, (x, torch.tensor(1.0), NEAR, 9)),
+        (ops.select, (x, torch.tensor(1.0), NEAR, 9, 9, None)),
         (ops.scatter, (index, x[:9].clone(), count, 2, torch.zeros(50))),
         (ops.sketch_encode, (x, hashed.offsets, hashed.signs, table)),
         (ops.sketch_estimate, (table, hashed.offsets, hashed.signs, x)),
-        (ops.encode_indices, (index, count, 50, payload)),
-        (ops.decode_indices, (payload, 50, 9, count)),
+        (ops.encode_indices, (index[None], count[None], *[count[None]] * 3, 50, None, counts, payloads)),
+        (ops.decode_indices, (payloads, counts, 50, 9, None, 50)),
+        (ops.pick, (index, x, False)),
+        (ops.put, (index, x[:9].clone(), torch.zeros(50), True)),
+        (ops.add_up, (index[None], x[None, :9].clone(), torch.zeros(50))),
+        (ops.among, (index[None], index[None].clone(), 50)),
+        (ops.take_floats, (x.clone(), torch.zeros(2, 30).half(), 25, 0, 25, 0, 0, 2)),
+        (ops.read_floats, (torch.zeros(2, 30).half(), x.clone(), 25, 0, 25, 0)),
+        (ops.add_floats, (torch.zeros(2, 60).half(), x.clone(), 0, 1, 2, True)),
         (ops.take_blocks, (x.clone(), coded, 4)),
         (ops.read_blocks, (coded, x.clone(), 4)),
         (ops.add_blocks, (coded, x.clone(), 4)),
@@ -375,8 +440,11 @@ payload = torch.zeros(10, dtype=torch.uint8)
         (lambda: kernels.select(x.double(), x[0], 3), r"x must be .*; got torch.float64 \[10\]"),
         (lambda: kernels.scatter(index, x, count, 1, x), "3 indices and 10 values"),
         (lambda: kernels.sketch_encode(x, hashes(CountSketch(3, 4), 10), torch.zeros(5, 4)), "do not fit 10 elem"),
-        (lambda: kernels.encode_indices(index, count, 10, payload[1:]), "out has 9 bytes; 3 indices below 10 take 10"),
-        (lambda: kernels.decode_indices(payload, 10, 4, count), "payload has 10 bytes; 4 indices below 10 take 12"),
+        (
+            lambda: kernels.decode_indices(payload[None], count[None, None], 10, 4, 10),
+            r"payloads must be rows of at least 12 bytes, which 4 indices below 10 take; got torch.uint8 \[1, 10\]",
+        ),
+        (lambda: kernels.add_up(index[None], x[None], x), "3 indices and 10 values; they must be as many"),
     ],
 )
 def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
@@ -388,7 +456,7 @@ if __name__ == "__main__":
     assert ops.INTERPRETED
     own = {
         f"lightning_sparse.kernels.{module}_kernel"
-        for module in ("select", "scatter", "sketch", "index", "block", "float")
+        for module in ("select", "scatter", "sketch", "index", "block", "float", "sparse")
     }
     assert not own & set(sys.modules), "imported before they were needed"
     torch.set_num_threads(1)

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +29,9 @@ from lightning_sparse.monitor.tables import summary, verdict
 from tests.support.monitored import Training, Unread, quiet
 
 KEYS = {
-    "compression_ratio", "density", "threshold_error", "sent_bytes", "unsent_norm", "ms_compress", "ms_wait",
-    "mask_bytes", "overflow", "oldest_steps", "unsent_over_gradient", "delivered", "age",
+    "compression_ratio", "density", "threshold_error", "sent_bytes", "residual_norm", "ms_compress", "ms_wait",
+    "mask_bytes", "overflow", "oldest_steps", "residual_over_gradient", "delivered", "staleness",
+    "unsent_norm", "unsent_over_gradient", "age",
 }  # fmt: skip
 
 
@@ -46,6 +48,8 @@ def test_every_key_goes_to_every_logger_at_lightnings_own_steps() -> None:
     row = training.loggers[0].rows[-1][1]
     assert (row["sparse/sent_bytes"], row["sparse/compression_ratio"]) == (100, 48)
     assert (row["sparse/density"], row["sparse/threshold_error"]) == (0.04, pytest.approx(0.2))
+    for now, before in (("residual_norm", "unsent_norm"), ("staleness", "age")):  # which goes on for a release
+        assert row[f"sparse/{now}"] == row[f"sparse/{before}"]
 
 
 @pytest.mark.parametrize("every", [0, 5])
@@ -169,6 +173,60 @@ def test_the_table_of_an_epoch_and_the_summary_are_printed(
     assert capsys.readouterr().out == ""
 
 
+def test_short_epochs_have_a_table_together(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import rich
+
+    monkeypatch.setattr(rich, "_console", Console(width=80))
+    training = Training(ls.CompressionMonitor(summary=False))
+    training.monitor.on_train_start(training.trainer, training.module)
+    for epoch in range(12):
+        training.trainer.current_epoch = epoch
+        training.monitor.on_train_epoch_start(training.trainer, training.module)
+        training.batch()
+        training.monitor.on_train_epoch_end(training.trainer, training.module)
+    assert re.findall(r"epoch.*rank 0", capsys.readouterr().out) == [
+        "epochs 0 to 4: means of 5 steps on rank 0",
+        "epochs 5 to 9: means of 5 steps on rank 0",
+    ]
+
+
+def test_the_summary_does_not_contradict_itself() -> None:
+    """Nobody is told to send less and more, nor that the network was slow where nothing was sent."""
+    notes = example()
+    notes.advice = advice(ls.SparseDDPStrategy("micro").options)
+    for starving in (0.0, 0.5):
+        notes.waiting = [replace(notes.waiting[0], starving=starving)]
+        notes.sums = Sums(steps=10, sent_bytes=1, dense_bytes=9, ms_step=1000, ms_wait=500, ms_network=400)
+        said = " ".join(printed(summary(notes)).split())
+        assert "Raise the density" not in said
+        assert ("a lower density" in said) != bool(starving)
+        assert ("Give layers a share of their own" in said) == bool(starving)
+    notes.sums = replace(notes.sums, sent_bytes=0)
+    said = printed(summary(notes))
+    assert "Train for longer: nothing had been sent yet" in said
+    assert "waiting" not in said.partition("gradients that wait longest")[0]
+
+
+def test_where_nothing_was_chosen_or_compressed_compression_is_no_bottleneck() -> None:
+    sums = Sums(steps=10, sent_bytes=8, dense_bytes=9, ms_step=1000, ms_wait=500, ms_compress=400)
+    assert "compression was your bottleneck" in verdict(Notes(sums))
+    assert "compression" not in verdict(Notes(replace(sums, sent_bytes=9)))
+    undecided = verdict(Notes(sums, is_undecided=True))
+    assert undecided.startswith("Use strategy='ddp' for a model so small, or train for longer: sparse_auto had chosen")
+
+
+@pytest.mark.parametrize("more", ["ranks", "machines", "replicas"])
+def test_where_there_is_nobody_to_send_to_it_says_more_of_what(more: str) -> None:
+    notes = example()
+    notes.sums, notes.members = Sums(steps=1, ms_step=10, ms_wait=3), more
+    said = printed(summary(notes))
+    assert f"or start more {more}: there was nobody to send to" in said
+    assert "waiting for the network" not in said
+    assert "1 step on rank 0" in said
+
+
 OR_AUTO = ", or let 'sparse_auto' choose"
 WAYS: list[tuple[Any, str]] = [
     (ls.SparseDDPStrategy("skip_reduce"), f"Send less (a higher skip, a shorter wire_dtype, local_steps){OR_AUTO}"),
@@ -255,14 +313,14 @@ def test_a_picture_shows_what_was_noted() -> None:
     assert dense.get_ydata()[-1] == pytest.approx(1)  # GB
     assert sent.get_ydata()[-1] < 0.1
     assert axes["how far from the number of elements asked for"].lines[0].get_ydata()[0] == 10
-    assert len(axes["gradient kept for later steps"].lines[0].get_xdata()) == 40
+    assert len(axes["residual, which later steps send"].lines[0].get_xdata()) == 40
     widths = [bar.get_width() for bar in axes["elements updated in a step"].patches]
     assert widths == pytest.approx([1.1] * 3)
     assert any(line.get_xdata()[0] == 100 for line in axes["one step"].lines)  # the expected end, in ms
-    waits = axes["longest wait of a kept gradient"]
+    waits = axes["longest wait of a residual"]
     assert [bar.get_width() for bar in waits.patches] == [20, 10, 0]
     assert not waits.lines  # none has waited for 5 turns
-    assert [bar.get_width() for bar in axes["gradient kept, of the same parameters"].patches] == [1, 0.5, 0]
+    assert [bar.get_width() for bar in axes["residual of the same parameters"].patches] == [1, 0.5, 0]
 
 
 @pytest.mark.parametrize("run", [example(groups=1, count=1), example(groups=20, losses=[math.nan] * 40)])

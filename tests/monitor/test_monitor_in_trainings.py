@@ -78,7 +78,7 @@ def log(rank: int, size: int, folder: str) -> dict[str, Any]:
 
 def test_a_run_with_two_loggers_two_fits_and_validation(ranks: Ranks, tmp_path: Path) -> None:
     results = ranks.run(log, 2, str(tmp_path))
-    for key in ("unsent_norm", "unsent_over_gradient", "ms_wait"):  # of rank 0, though a rank's own are others
+    for key in ("residual_norm", "residual_over_gradient", "ms_wait"):  # of rank 0, though a rank's own are others
         assert len({result["own"][f"sparse/{key}"] for result in results}) == 2
     for key, value in results[0]["own"].items():
         assert results[0]["metrics"][key] == results[1]["metrics"][key] == pytest.approx(value)

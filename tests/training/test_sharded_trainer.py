@@ -13,10 +13,12 @@ from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import lightning_sparse as ls
+from lightning_sparse.checkpoint.sharded import KEY
 from lightning_sparse.fabric import SparseHSDPStrategy as FabricStrategy
 from tests.support.models import Small, batch, data, trainer
 from tests.support.on_one_device import ACCELERATOR
@@ -67,13 +69,15 @@ def weights(module: nn.Module) -> Tensor:
 
 def _resumes(rank: int, size: int, folder: Path) -> None:
     torch.manual_seed(0)
-    for to_folder, local_steps in ((True, 0), (False, 0), (True, 2), (False, 2)):
+    micro: ls.Compressor = ls.MiCRO(density=0.2)
+    ways = [(to_folder, steps, micro) for steps in (0, 2) for to_folder in (True, False)]
+    for to_folder, local_steps, compressor in [*ways, (True, 0, ls.Dense()), (False, 0, ls.Dense())]:
         options = {"replicate_size": 2, "save_distributed_checkpoint": to_folder, "local_steps": local_steps}
 
-        def strategy(options: Any = options) -> ls.SparseHSDPStrategy:
-            return ls.SparseHSDPStrategy(ls.MiCRO(density=0.2), **options)
+        def strategy(compressor: Any = compressor, options: Any = options) -> ls.SparseHSDPStrategy:
+            return ls.SparseHSDPStrategy(compressor, **options)
 
-        path = folder / f"{to_folder} {local_steps}"
+        path = folder / f"{to_folder} {local_steps}{' dense' * (compressor != micro)}"
         keep = ModelCheckpoint(dirpath=path, every_n_train_steps=5, save_top_k=-1, filename="{step}")
         through = fitted(10, strategy(), callbacks=[keep, ls.CompressionMonitor()])
         assert through.strategy.averager.steps == 10
@@ -81,6 +85,12 @@ def _resumes(rank: int, size: int, folder: Path) -> None:
         assert torch.equal(weights(again.lightning_module), weights(through.lightning_module))
         through.validate(through.lightning_module, data(1, 4), ckpt_path=path / "step=5.ckpt", verbose=False)
 
+    if rank == 0:  # what is zero everywhere is not written
+        exact = torch.load(folder / "False 0 dense" / "step=5.ckpt", weights_only=False)[KEY]
+        assert exact["unsent"] == {}
+        assert set(exact["zero"]) == set(exact["shapes"])
+        written = FileSystemReader(folder / "True 0 dense" / "step=5.ckpt" / KEY).read_metadata().state_dict_metadata
+        assert not any(name.startswith("unsent/") for name in written)
     with pytest.warns(UserWarning, match="holds no residuals") if rank == 0 else nullcontext():
         fitted(7, ls.SparseHSDPStrategy("micro", replicate_size=2), ckpt_path=_without_residuals(folder / "False 0"))
 

@@ -1,6 +1,6 @@
 """Reports what a benchmark measured: statistics, tables, plots and a page to keep.  Nothing here trains."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -16,6 +16,7 @@ from lightning_sparse.monitor.tables import human_bytes
 
 HEADER_BYTES = 14 + 20 + 32  # of a packet: Ethernet, IPv4, TCP with time stamps
 COLUMNS = Path(__file__).with_name("columns.md")  # what they mean
+ON_CONSOLE = ("step", "ratio", "its middle half", "counted", "wire", "wait", "loss", "memory")  # 100 characters
 
 
 @dataclass(frozen=True)
@@ -120,15 +121,17 @@ def _cells(row: Summary) -> dict[str, str]:
     }
 
 
-def tables(rows: Sequence[Summary], workload: str) -> list[Table]:
-    """A table for each cluster."""
+def tables(rows: Sequence[Summary], workload: str, headings: Collection[str] = ()) -> list[Table]:
+    """A table for each cluster, of the columns with these ``headings``, or of all."""
     found = []
     for cluster, own in grouped(rows, lambda row: row.cluster).items():
         most = max(row.rounds for row in own)
         title = f"{workload} on {cluster}: {own[0].ranks} ranks, {most} {'round' if most == 1 else 'rounds'}"
-        table = new_table(title, "strategy", *_cells(own[0]))
+        shown = headings or _cells(own[0])
+        table = new_table(title, "strategy", *shown)
         for row in own:
-            table.add_row(row.strategy, *_cells(row).values())
+            cells = _cells(row)
+            table.add_row(row.strategy, *(cells[heading] for heading in shown))
         found.append(table)
     return found
 

@@ -104,9 +104,9 @@ def _write(
     section = until_loss.section(reached, losses) if losses else ""
     files = [results.name, *images]
     results.with_suffix(".md").write_text(report.page(rows, notes, workload, facts, files, section))
-    for table in (*report.tables(rows, workload), *until_loss.tables(reached, losses)):
+    for table in (*report.tables(rows, workload, report.ON_CONSOLE), *until_loss.tables(reached, losses)):
         console.print(table)
-    for line in (*notes, f"results: {results}"):
+    for line in (*notes, f"results: {results}, and with every column {results.with_suffix('.md')}"):
         say(console, line)
 
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from torch.distributed import HashStore
 
 from lightning_sparse import COMPRESSORS, Dense, LocalSteps, SkipReduce, SparseDDPStrategy
@@ -242,6 +243,18 @@ def test_mean_over_ranks_leaves_out_what_a_rank_did_not_measure() -> None:
     assert mean.steps[1].wire_bytes == one.steps[1].wire_bytes
     assert mean.steps[1].ms_compress is None
     assert mean.peak_memory_bytes == 10**8
+
+
+def test_the_tables_on_a_console_fit_in_100_columns() -> None:
+    label = "skip_reduce:skip=0.5:wire_dtype=bfloat16"
+    rounds = [made_up("ddp", 0, 123.4, 123.45e6), made_up(label, 0, 123.4, 123.45e6)]
+    (table,) = report.tables(summarise(rounds, "ddp"), "mlp_25m", report.ON_CONSOLE)
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(table)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in capture.get()  # nothing is cut off
+    for shown in (*report.ON_CONSOLE, "123400 ms", "1.00..1.00", "123.45 MB", "100.00 MB"):
+        assert shown in capture.get()
 
 
 def test_the_page_shows_every_row_and_every_failure() -> None:
