@@ -68,7 +68,7 @@ def test_a_dense_step_launches_little(wire_dtype: str, most: int, n: int, layers
         (ls.Dense(), "bfloat16", 10), (ls.Dense(), "float16", 10), (ls.SkipReduce(), "float32", 10),
         (ls.MiCRO(), "int4", 40), (ls.MiCRO(balance=False), "bfloat16", 40), (ls.TopK(), "int4", 30),
         (ls.TopK(), "float16", 30), (ls.OkTopk(), "int4", 65), (ls.OkTopk(), "bfloat16", 65),
-        (ls.ImportancePruning(givers=4), "int4", 60), (ls.SketchFusion(), "bfloat16", 60), (ls.RandomK(), "int4", 35),
+        (ls.ImportancePruning(givers=4), "int4", 65), (ls.SketchFusion(), "bfloat16", 60), (ls.RandomK(), "int4", 35),
     ],
     ids=repr,
 )  # fmt: skip
