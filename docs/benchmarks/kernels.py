@@ -55,7 +55,7 @@ def coding(x: Tensor, bits: int) -> Iterator[Case]:
     yield f"{name}: take", 8 * N + payload.numel(), "take_blocks", (x, payload, bits)
     added = rows, own, bits, 0, 1, RANKS, False
     yield f"{name}: add {RANKS} ranks' quarters", 4 * own.numel() + rows.numel(), "add_rows", added
-    yield f"{name}: read", 4 * N + payload.numel(), "read_blocks", (payload, x, bits)
+    yield f"{name}: read", 4 * N + payload.numel(), "read_rows", (payload[None], x, bits, N, 0, N, 0)
 
 
 def selecting(x: Tensor) -> Iterator[Case]:
@@ -64,12 +64,15 @@ def selecting(x: Tensor) -> Iterator[Case]:
     threshold = x.abs()[: 2**20].quantile(1 - DENSITY)
     capacity = int(1.1 * m)
     found = kernels.select(x, threshold, capacity)
-    values, out = x[found.index.clamp(max=N - 1)], torch.empty_like(x)
-    payload = torch.empty(block16_bytes(N, capacity), dtype=torch.uint8, device=DEVICE)
-    yield "select 1 %", 4 * N + 8 * capacity, "select", (x, threshold, 1.0, capacity)
-    yield "scatter 1 %", 4 * N + 12 * capacity, "scatter", (found.index, values, found.count, RANKS, out)
-    yield "write indices of 1 %", 10 * capacity, "encode_indices", (found.index, found.count, N, payload)
-    yield "read indices of 1 %", 10 * capacity, "decode_indices", (payload, N, capacity, found.count)
+    index, out = found.index[0], torch.empty_like(x)
+    values = kernels.pick(index, x)
+    payload = torch.empty(1, block16_bytes(N, capacity), dtype=torch.uint8, device=DEVICE)
+    counts = torch.empty(1, 4, dtype=torch.int32, device=DEVICE)
+    own = found.index, found.count, found.seen, found.near, None, N, None, counts, payload
+    yield "select 1 %", 4 * N + 8 * capacity, "select", (x, threshold, 1.0, capacity, capacity, None)
+    yield "scatter 1 %", 4 * N + 12 * capacity, "scatter", (index, values, found.count[0], RANKS, out)
+    yield "write indices of 1 %", 10 * capacity, "encode_indices", own
+    yield "read indices of 1 %", 10 * capacity, "decode_indices", (payload, counts, N, capacity, None, N)
     sketch = CountSketch(5, 4 * m, seed=0)
     hashed, table = hashes(sketch, N, DEVICE), torch.empty(5, 4 * m, device=DEVICE)
     drawn = hashed.offsets, hashed.signs

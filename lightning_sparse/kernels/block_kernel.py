@@ -20,7 +20,6 @@ from lightning_sparse.kernels.blocks import (
     SCALE_BITS,
     TINY,
     can_be_viewed,
-    scales_and_codes,
 )
 from lightning_sparse.kernels.launch import launch
 
@@ -85,22 +84,6 @@ def _numbers(bits: int) -> dict[str, float]:
         "TINY": TINY,
         "MOST_SCALE": MOST_SCALE,
     }
-
-
-def read_blocks(payload: Tensor, out: Tensor, bits: int) -> None:
-    """As :func:`lightning_sparse.kernels.reference.read_blocks`."""
-    _start_give(payload, out, bits, onto=False)
-
-
-def add_blocks(payload: Tensor, out: Tensor, bits: int) -> None:
-    """As :func:`lightning_sparse.kernels.reference.add_blocks`."""
-    _start_give(payload, out, bits, onto=True)
-
-
-def _start_give(payload: Tensor, out: Tensor, bits: int, onto: bool) -> None:
-    scales, codes = scales_and_codes(payload, out.numel())
-    grid = (triton.cdiv(scales.numel(), ROWS),)
-    launch(_give, grid, scales, codes, out, out.numel(), scales.numel(), ONTO=onto, BITS=bits, BLOCK=BLOCK, ROWS=ROWS)
 
 
 @triton.jit
@@ -179,7 +162,9 @@ def _read_rows(
     owner = tl.program_id(1)
     begin, n = segment(owner, total, size, width, start, length, rotation)
     blocks, head = (n + BLOCK - 1) // BLOCK, owner.to(tl.int64) * row_bytes
-    _give(scales + head // 4, codes + head + 4 * blocks, out + begin, n, blocks, False, BITS, BLOCK, ROWS)
+    row, values = _blocks(n, BLOCK, ROWS)
+    value = _read(scales + head // 4, codes + head + 4 * blocks, row, values, blocks, BITS, BLOCK)
+    _store(out + begin, value, row, values, BITS, BLOCK)
 
 
 @triton.jit
@@ -207,18 +192,6 @@ def _add_rows(
     for i in range(1, count):
         head = ((first + i * step) % size).to(tl.int64) * row_bytes
         value += _read(scales + head // 4, codes + head + 4 * blocks, row, width, blocks, BITS, BLOCK)
-    _store(out, value, row, width, BITS, BLOCK)
-
-
-@triton.jit
-def _give(
-    scales: tl.tensor, codes: tl.tensor, out: tl.tensor, n: tl.tensor, blocks: tl.tensor,
-    ONTO: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-) -> None:  # fmt: skip
-    row, width = _blocks(n, BLOCK, ROWS)
-    value = _read(scales, codes, row, width, blocks, BITS, BLOCK)
-    if ONTO:
-        value += _load(out, row, width, BITS, BLOCK)
     _store(out, value, row, width, BITS, BLOCK)
 
 

@@ -79,8 +79,6 @@ put = _operator(reference.put, "sparse_kernel", "(Tensor index, Tensor values, T
 pick = _operator(reference.pick, "sparse_kernel", "(Tensor index, Tensor x, bool magnitudes) -> Tensor")
 among = _operator(reference.among, "sparse_kernel", "(Tensor index, Tensor others, int n) -> Tensor")
 take_blocks = _operator(reference.take_blocks, "block_kernel", "(Tensor(a!) values, Tensor(b!) out, int bits) -> ()")
-read_blocks = _operator(reference.read_blocks, "block_kernel", "(Tensor payload, Tensor(a!) out, int bits) -> ()")
-add_blocks = _operator(reference.add_blocks, "block_kernel", "(Tensor payload, Tensor(a!) out, int bits) -> ()")
 take_rows = _operator(
     reference.take_rows, "block_kernel",
     "(Tensor(a!) values, Tensor(b!) out, int bits, int width, int start, int length, int rotation, int first, "

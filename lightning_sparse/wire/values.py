@@ -152,7 +152,7 @@ class Float(ValueFormat):
 
     def add(self, payload: Tensor, out: Tensor) -> None:
         written = viewed(payload, self.dtype)
-        if self.lossless or out.device.type != "cpu":
+        if self.lossless:
             out.add_(written)
             return
         scratch = out.new_empty(min(out.numel(), RUN))
@@ -217,16 +217,10 @@ class Blocks(ValueFormat):
         head.copy_(scales.view(torch.uint8))
 
     def read(self, payload: Tensor, out: Tensor) -> None:
-        if out.device.type != "cpu":
-            ops.read_blocks(payload, out, self.bits)
-            return
         for part, scale, code, scratch in self._runs(out, *scales_and_codes(payload, out.numel())):
             torch.mul(self._multiples(code, scratch), scale, out=part)
 
     def add(self, payload: Tensor, out: Tensor) -> None:
-        if out.device.type != "cpu":
-            ops.add_blocks(payload, out, self.bits)
-            return
         for part, scale, code, scratch in self._runs(out, *scales_and_codes(payload, out.numel())):
             part.addcmul_(self._multiples(code, scratch), scale)  # exact products: it rounds once, fused or not
 

@@ -62,6 +62,7 @@ MAY_WAIT = {
     "engine/averager.py unsent_norm": "how long gradients wait",
     "local_steps/averager.py metrics": "by how much Adam's steps are shorter",
     "engine/timeline.py _between_s": "when groups were averaged",
+    "checkpoint/residuals.py zero_everywhere": "a checkpoint",
     "network/torch_comm.py gather": "a checkpoint",
     "network/torch_comm.py mean": "a checkpoint",
 }
