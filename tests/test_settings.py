@@ -82,9 +82,18 @@ def test_values_that_differ_have_different_texts(place: int) -> None:
     assert " at 0x" not in as_text(one)
 
 
-@pytest.mark.parametrize("compressor", [*EVERY_COMPRESSOR, pytest.param(ls.Auto(), id="auto")])
+@pytest.mark.parametrize("compressor", EVERY_COMPRESSOR)
 def test_the_text_of_ours_is_their_repr_as_in_older_checkpoints(compressor: ls.Compressor) -> None:
     assert as_text(compressor) == repr(compressor)
+
+
+def test_the_text_of_auto_names_its_candidates_and_its_repr_what_was_given() -> None:
+    """As in older checkpoints, which a resume compares."""
+    text = as_text(ls.Auto())
+    assert text.startswith("Auto(candidates=(Candidate(compressor=Dense(), wire_dtype='float32', local_steps=0), ")
+    assert text.endswith("start=Rounded(compressor=Dense(), wire_dtype='int4'), at_most=0.05)")
+    assert repr(ls.Auto()) == "Auto()"
+    assert repr(ls.Auto(at_most=0.02)) == "Auto(at_most=0.02)"
 
 
 GIVEN: list[Callable[[ls.Compressor], object]] = [

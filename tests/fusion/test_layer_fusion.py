@@ -185,7 +185,7 @@ def test_the_rate_of_a_far_link_is_measured_after_the_first_step(
         (lambda: ls.Auto((ls.Auto(),)), "in it"),
         (lambda: ls.Auto(start="micro"), "'micro' is not a compressor to choose"),  # type: ignore[arg-type]
         (lambda: ls.SparseDDPStrategy("sparse_auto", fusion="bucket"), "fusion='bucket' cannot be combined"),
-        (lambda: ls.SparseHook(None, "sparse_auto"), "fusion='bucket' cannot be combined"),  # type: ignore[arg-type]
+        (lambda: ls.SparseHook(None, "sparse_auto", fusion="bucket"), "fusion='bucket' cannot be combined"),  # type: ignore[arg-type]
         (lambda: ls.SparseDDPStrategy("sparse_auto", local_steps=2), "local_steps cannot be combined with sparse_auto"),
     ],
 )

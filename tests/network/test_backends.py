@@ -66,17 +66,22 @@ def test_every_spelling_of_gloo_trains(started: Any, name: str | None) -> None:
     hook.close()
 
 
+@pytest.mark.parametrize("keeps_order", [True, False])
 def test_on_nccl_there_is_one_communicator_and_local_steps_have_their_own(
-    started: Any, monkeypatch: pytest.MonkeyPatch
+    started: Any, monkeypatch: pytest.MonkeyPatch, keeps_order: bool
 ) -> None:
-    """A user's messages in a forward, as of ``log(sync_dist=True)``, do not wait for what is under way beside it."""
+    """A user's messages in a forward, as of ``log(sync_dist=True)``, do not wait for what is under way beside it.
+
+    Where a device may run messages of two communicators in any order, there is one.
+    """
     everyone = started("gloo")
     ddp = DistributedDataParallel(nn.Linear(3, 2))
     assert len(ProcessGroups(ddp).comms()) == LANES
     monkeypatch.setattr(process_groups, "carries_by_nccl", lambda *_: True)
+    monkeypatch.setattr(process_groups, "devices_keep_order", lambda: keeps_order)
     of_gradients = ProcessGroups(ddp).comms()
     of_local_steps = ProcessGroups(ddp).comms(beside_ddp=True)
     assert {each.group for each in of_gradients} == {everyone}
     assert len({each.group for each in of_local_steps}) == 1
-    assert of_local_steps[0].group is not everyone
+    assert (of_local_steps[0].group is not everyone) == keeps_order
     assert all(each.costs.by_backend for each in (*of_gradients, *of_local_steps))
