@@ -90,6 +90,8 @@ def bytes_kept(members: int, local: int, way: dict[str, Any]) -> list[dict[str, 
         hook._put_on(ddp, Options.of(**options), None, groups, may_be_local=True, evaluates=lambda _: False)
         optimizer = torch.optim.AdamW(own.parameters(), 1e-3)
         hook.note(optimizer)
+        meet = ThreadComm(group).all_gather
+        meet(torch.zeros(1)).wait()  # PyTorch's hooks of all optimizers must not change while another thread steps
         for _ in range(STEPS):
             optimizer.zero_grad()
             ddp(torch.randn(4, 64)).square().mean().backward()
@@ -107,6 +109,7 @@ def bytes_kept(members: int, local: int, way: dict[str, Any]) -> list[dict[str, 
             what["second moments"] = averager.moments, averager.mean_moments  # a few of each tensor, whatever it has
         what["inside"] = [comm.buffers for comm in inside if comm is not None]
         in_bytes = {label: sum(kept(each, trained).values()) for label, each in what.items()}
+        meet(torch.zeros(1)).wait()
         hook.close()
         ddp.close()
         return in_bytes
