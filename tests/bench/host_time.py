@@ -31,6 +31,7 @@ from lightning_sparse.kernels import ops, reference
 from lightning_sparse.network import torch_comm
 from lightning_sparse.network.process_groups import LANES
 from lightning_sparse.network.torch_comm import TorchComm
+from lightning_sparse.selection import device
 from lightning_sparse.wire import wire_format
 from tests.support.buckets import Bucket
 from tests.support.fake_cuda import _host_function, kernel_modules
@@ -79,6 +80,7 @@ def elsewhere(called: Counter[str]) -> Iterator[None]:
             (type(scatter._scatter), "run", lambda *args, **options: None),
             (torch_comm, "Future", lambda devices=None: future()),
             (torch_comm, "carries_by_nccl", lambda *_: True),
+            (device, "placed", lambda edges, x: edges),
             (Group, "generator", lambda group, seed: torch.Generator().manual_seed(group.draw(seed))),
             (HostCopy, "read", lambda copy: torch.ones_like(copy.of)),
         ):
@@ -128,15 +130,15 @@ def microseconds(case: str, size: int, steps: int) -> tuple[float, float, float]
 
 def microseconds_of_dispatch(times: int = 2000) -> float:
     """What a call of an operator takes beside what it calls."""
-    payload, out = torch.zeros(4 + 1, dtype=torch.uint8), torch.zeros(2)
+    index, x = torch.zeros(1, dtype=torch.int64), torch.zeros(2)
 
     def call(work: Callable[..., Any]) -> float:
         start = time.thread_time()
         for _ in range(times):
-            work(payload, out, 4)
+            work(index, x, False)
         return 1e6 * (time.thread_time() - start) / times
 
-    return median(call(ops.read_blocks) - call(reference.read_blocks) for _ in range(5))
+    return median(call(ops.pick) - call(reference.pick) for _ in range(5))
 
 
 def main() -> None:
