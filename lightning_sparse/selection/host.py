@@ -152,8 +152,8 @@ def add_up(selections: Selection, n: int) -> tuple[Sparse, int]:
 def _together(each: Sequence[Selection]) -> Selection:
     """Selections of several parts or ranks as one."""
     counts = [[s.seen, s.near, s.load, s.count, s.intact] for s in each]
-    none = torch.empty(0, dtype=torch.float32, device="cpu")
-    index, values = torch.cat([none.long(), *(s.index for s in each)]), torch.cat([none, *(s.values for s in each)])
+    index = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *(s.index for s in each)])
+    values = torch.cat([torch.empty(0, dtype=torch.float32, device="cpu"), *(s.values for s in each)])
     return Selection(index, values, *torch.tensor(counts, dtype=torch.int64, device="cpu").view(-1, 5).unbind(1))
 
 
