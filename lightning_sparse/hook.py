@@ -32,7 +32,7 @@ from lightning_sparse.network.members import AUTO
 from lightning_sparse.network.process_groups import ProcessGroups, check_has_ranks
 from lightning_sparse.network.torch_comm import TorchComm, world
 from lightning_sparse.options import Options
-from lightning_sparse.settings import brief
+from lightning_sparse.settings import brief, counted
 
 
 class SparseHook:
@@ -67,7 +67,7 @@ class SparseHook:
 
     _warned_of_bytes = False
     # What a user calls what is averaged, and what it takes to freeze a part of it meanwhile.
-    _wrapper, _members, _to_freeze = "DDP", "ranks", ", with find_unused_parameters=True"
+    _wrapper, _member, _of_what, _to_freeze = "DDP", "rank", "", ", with find_unused_parameters=True"
 
     def __init__(
         self,
@@ -147,8 +147,8 @@ class SparseHook:
         ddp.join_hook = self._join_hook  # type: ignore[method-assign]
         dropped = weakref.finalize(self, _end, self._tuning.active, groups, by_all=False)  # without close()
         dropped.atexit = False
-        parties = self._members if self.averager.size != 1 else self._members.removesuffix("s")
-        members = str(groups.members) if groups.local_size > 1 else f"{self.averager.size} {parties}"
+        alone = f"{counted(self.averager.size, self._member)}{self._of_what}"
+        members = str(groups.members) if groups.local_size > 1 else alone
         rank_zero_info(
             f"lightning_sparse: {brief(options.compressor)} averages {sum(g.elements for g in self.averager.groups):,} "
             f"elements among {'all hosts that come' if options.hosts else members}"

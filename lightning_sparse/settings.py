@@ -112,6 +112,11 @@ def brief(value: object) -> str:
     return f"{type(value).__qualname__}({', '.join(shown)})"
 
 
+def counted(count: int, what: str) -> str:
+    """Write "1 step" or "1,000 steps"."""
+    return f"{count:,} {what}{'s'[: count != 1]}"
+
+
 def _place(value: type | FunctionType | BuiltinFunctionType) -> str:
     """The place where a function or class is defined, by which it is found again."""
     if "<lambda>" in value.__qualname__ or ("<locals>" in value.__qualname__ and not isinstance(value, type)):

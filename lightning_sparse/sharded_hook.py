@@ -30,7 +30,7 @@ class ShardedHook(SparseHook):
     Each call of ``fully_shard`` is a group, or with ``sparse_auto`` LayerFusion makes the groups.
     """
 
-    _wrapper, _members, _to_freeze = "the strategy", "replicas of a shard", ""
+    _wrapper, _member, _of_what, _to_freeze = "the strategy", "replica", " of a shard", ""
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from lightning_sparse.compressors import COMPRESSORS, Compressor, Dense
 from lightning_sparse.compressors import by_name as compressor_by_name
 from lightning_sparse.compressors.base import check_settings
 from lightning_sparse.compressors.wrappers import rounded
-from lightning_sparse.settings import changed, names_checked
+from lightning_sparse.settings import changed, counted, names_checked
 from lightning_sparse.wire import wire_format
 
 
@@ -60,7 +60,7 @@ class Candidate:
     def __str__(self) -> str:
         settings = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
         what = "dense" if isinstance(self.compressor, Dense) else f"{type(self.compressor).__name__}({settings})"
-        local = f"{self.local_steps} local step{'s'[: self.local_steps > 1]}, " if self.local_steps else ""
+        local = f"{counted(self.local_steps, 'local step')}, " if self.local_steps else ""
         return f"{local}{what}, {self.wire_dtype}"
 
 

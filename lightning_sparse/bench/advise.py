@@ -29,7 +29,7 @@ from lightning_sparse.bench.compare.schedule import Schedule
 from lightning_sparse.bench.compare.strategies import ADVISE
 from lightning_sparse.bench.compare.worker import QUIET
 from lightning_sparse.bench.compare.workloads import workload_named
-from lightning_sparse.bench.output import counted, known, new_progress, new_table
+from lightning_sparse.bench.output import known, new_progress, new_table
 from lightning_sparse.compressors import Dense
 from lightning_sparse.fusion.costs import RANKS, GroupCosts, Now
 from lightning_sparse.fusion.planner import Measured
@@ -37,6 +37,7 @@ from lightning_sparse.fusion.steps import BetweenSteps, PassCounts, measure_step
 from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.monitor.tables import human_bytes
 from lightning_sparse.network.costs import Link
+from lightning_sparse.settings import counted
 from lightning_sparse.trainer.strategy import SparseDDPStrategy
 from lightning_sparse_cli import Advise
 

@@ -30,12 +30,13 @@ from lightning_sparse.bench.compare.run import Rounds, find_ranks, on_this_machi
 from lightning_sparse.bench.compare.schedule import Schedule
 from lightning_sparse.bench.compare.worker import take_turns
 from lightning_sparse.bench.compare.workloads import Classifier
-from lightning_sparse.bench.output import counted, new_table, say
+from lightning_sparse.bench.output import new_table, say
 from lightning_sparse.engine.averager import Averager
 from lightning_sparse.kernels.ops import HAS_TRITON
 from lightning_sparse.monitor.callbacks import check_replicas
 from lightning_sparse.monitor.tables import human_bytes
 from lightning_sparse.network.torch_comm import world
+from lightning_sparse.settings import counted
 from lightning_sparse.wire import WIRE_DTYPES
 from lightning_sparse_cli import Doctor
 

@@ -63,11 +63,6 @@ def ms(seconds: float) -> str:
     return f"{1e3 * seconds:.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.1f} ms"
 
 
-def counted(count: int, what: str) -> str:
-    """Write "1 host" or "2 hosts"."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
 def environment(command: str) -> dict[str, Any]:
     """Describe the machine and the versions, without any names of hosts or people."""
     kernel = Path("/proc/sys/net/ipv4/tcp_congestion_control")

@@ -26,6 +26,7 @@ from lightning_sparse.engine.inside import gather_tensors, whole_of
 from lightning_sparse.network.agreement import agree, everywhere, ranks_having
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.process_groups import Between
+from lightning_sparse.settings import counted
 
 SLICE, SLICED = "{} of slice {}", re.compile(r" of slice \d+$")  # what is remembered of one
 ANEW = "what compressors remember beside it, such as thresholds, starts anew"
@@ -64,7 +65,7 @@ def gather(
     groups: list[dict[str, Any]] = []
     for group, averaging in zip(averager.kept(keep_means), averager.compressors, strict=True):
         slots = group.slots(group.unsent)
-        are_zero = zero_everywhere(slots, between.everyone) if averager.local is None else [False] * len(slots)
+        are_zero = zero_everywhere(slots, averager, between.everyone)
         parts_of = zip(group.names, group.shapes, group.parameters, slots, are_zero, strict=True)
         for name, shape, parameter, slot, is_zero in parts_of:
             if is_zero:
@@ -84,10 +85,13 @@ def gather(
     return State(residuals, averager.size, steps, unsent, groups, compressor, plan, kept, means, **slices)
 
 
-def zero_everywhere(tensors: Sequence[Tensor], comm: Comm) -> list[bool]:
-    """Whether each of float32 ``tensors`` has no bit set on any rank of ``comm``; to be called on every rank."""
-    if not tensors:
-        return []
+def zero_everywhere(tensors: Sequence[Tensor], averager: Averager, comm: Comm) -> list[bool]:
+    """Whether each of float32 ``tensors`` has no bit set on any rank of ``comm``; to be called on every rank.
+
+    With local steps they are weights, and nobody asks.
+    """
+    if not tensors or averager.local is not None:
+        return [False] * len(tensors)
     own = torch.stack([x.view(torch.int32).any() for x in tensors]).to(torch.uint8)
     every: list[bool] = (comm.all_gather(own).wait() == 0).all(0).tolist()
     return every
@@ -267,7 +271,7 @@ def _differences(state: State, size: int, slices: int, compressor: str) -> Itera
             f"mean of what they had not sent, and {ANEW}"
         )
     elif state.ranks and state.slices != slices:
-        had, has = _counted(state.slices), _counted(slices)
+        had, has = counted(state.slices, "slice"), counted(slices, "slice")
         yield f"a member had {had} and has {has}, so {ANEW}"
     if state.compressor != compressor:
         yield written_with(state.compressor, compressor)
@@ -283,10 +287,6 @@ def written_with(before: str, now: str) -> str:
 def _parties(number: int, ranks: int) -> str:
     """So many members of so many ``ranks`` in words."""
     return f"{number} ranks" if ranks == 1 else f"{number} member{'s' * (number > 1)} of {ranks} ranks"
-
-
-def _counted(slices: int) -> str:
-    return f"{slices} slice{'s' * (slices > 1)}"
 
 
 def _carried(state: State, averager: Averager, compressor: str) -> Collection[str] | None:

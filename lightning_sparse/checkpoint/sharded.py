@@ -58,7 +58,7 @@ def gather(
     unsent, zero = {}, []
     for group in groups:
         slots = group.slots(group.unsent)
-        are_zero = zero_everywhere(slots, world()) if local is None else [False] * len(slots)
+        are_zero = zero_everywhere(slots, averager, world())
         zero += [name for name, is_zero in zip(group.names, are_zero, strict=True) if is_zero]
         for name, shape, slot in zip(group.names, group.shapes, slots, strict=True):
             x = slot if residuals == "per_rank" else column.all_reduce(slot.clone()).wait() / column.size

@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -278,7 +277,7 @@ def _serve(inbox: "queue.SimpleQueue[tuple[Any, ...] | None]") -> None:
 
 def _do(work: Callable[[], T], stream: torch.cuda.Stream | None, result: Future[T]) -> None:
     try:
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        with torch.cuda.stream(stream):
             result.set_result(work())
     except BaseException as error:  # whatever it is, backward must hear of it, not wait
         result.set_exception(error)

@@ -22,7 +22,7 @@ from lightning_sparse.fusion.planner import Layout, Measured, best_plan, calibra
 from lightning_sparse.fusion.steps import PLANNING, BetweenSteps, PassCounts, Times, measure_steps, until_changed
 from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.network.costs import Link
-from lightning_sparse.settings import as_text, same
+from lightning_sparse.settings import as_text, counted, same
 
 WINDOW = 50  # Steps after which it is checked whether messages take another time.
 TRIAL = 7  # Passes after which new groups must not be slower than the old; the first two do not count.
@@ -109,8 +109,7 @@ class LayerFusion:
             return False
         averager.lanes.set_latencies(*state.get("latencies", averager.lanes.latencies))
         self.follow(Layout(groups, compressor))
-        number = len(averager.groups)
-        rank_zero_info(f"lightning_sparse: {number} group{'s'[: number != 1]}, as in the checkpoint.")
+        rank_zero_info(f"lightning_sparse: {counted(len(averager.groups), 'group')}, as in the checkpoint.")
         return True
 
     def _named(self, compressor: Compressor) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_sparse.engine.timeline import GroupTime
+from lightning_sparse.settings import counted
 from lightning_sparse.wire import INDEX_LIMIT
 
 Array = NDArray[np.float64]
@@ -169,5 +170,4 @@ class Plan:
 
     def __str__(self) -> str:
         spans = ", ".join(f"{name} {1e3 * span:.1f} ms" for name, span in self.spans.items() if math.isfinite(span))
-        groups = f"{len(self.ends)} group{'s'[: len(self.ends) > 1]}"
-        return f"{groups}. Expected from the start of backward to the last mean: {spans}."
+        return f"{counted(len(self.ends), 'group')}. Expected from the start of backward to the last mean: {spans}."

@@ -17,6 +17,7 @@ from lightning_sparse.fusion.link import NoClock, least_over_ranks, measure_link
 from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.network.costs import Link
+from lightning_sparse.settings import counted
 
 CHANGED = 1.5  # The factor between two typical times from which times have changed.
 LEAST_ROUNDS = 3  # In which every weight travels once, of which a median tells what messages take.
@@ -89,7 +90,7 @@ def measure_steps(
     for _ in range(counts.settling):
         yield
     steps_measured = counts.beside + counts.apart
-    rank_zero_info(f"lightning_sparse: measuring {steps_measured} step{'s'[: steps_measured > 1]}.")
+    rank_zero_info(f"lightning_sparse: measuring {counted(steps_measured, 'step')}.")
     spans, rests, messages, arrivals = [], [], [], []
     now_s = time.perf_counter()
     for i in range(steps_measured):

@@ -290,7 +290,7 @@ class GradientAverager(Averager):
             step.loss_scale.keep(group)
         arrived = [step.gradients.pop(parameter) for parameter in group.parameters]
         gradients, buckets = [gradient for gradient, _ in arrived], [bucket for _, bucket in arrived]
-        own = gradients if group.cut.count == 1 else [group.cut.own(gradient) for gradient in gradients]
+        own = [group.cut.own(gradient) for gradient in gradients]
         group.inside = lane.comm.inside
         with ExitStack() as stack:
             new = stack.enter_context(self._new_in(step, lane, group, gradients, compressor.per_element))

@@ -147,7 +147,7 @@ class LocalAverager(Averager):
         if bucket.is_last():
             self.end_backward()
         if self._inside is not None and bucket.buffer().numel():
-            if not self.lanes.keeps_order:
+            if not self.lanes.keeps_order:  # [Note: one order of launches]
                 self.lanes.have_caller_wait()
             return self._inside.mean_of_bucket(bucket.buffer(), self._fail)
         return finished(bucket.buffer(), self.device)

@@ -12,6 +12,7 @@ from lightning_sparse.engine.observers import STARVING, Waiting
 from lightning_sparse.engine.timeline import GroupTime
 from lightning_sparse.fusion.model import Plan
 from lightning_sparse.monitor.record import Notes, Sums
+from lightning_sparse.settings import counted
 
 BOTTLENECK = 0.1  # share of a step spent waiting from which the network is called one
 STARVES = 0.05  # share of a parameter's elements that starve from which the parameter is said to
@@ -40,7 +41,7 @@ def epoch_table(epochs: range, notes: Notes, sums: Sums, last: Mapping[str, floa
     }
     table = Table(
         *(Column(heading, justify="right") for heading in cells),
-        title=f"{which}: means of {_counted(sums.steps, 'step')} on rank 0",
+        title=f"{which}: means of {counted(sums.steps, 'step')} on rank 0",
         box=box.SIMPLE_HEAD,
         collapse_padding=True,  # to fit in 80 columns
         pad_edge=False,
@@ -56,7 +57,7 @@ def summary(notes: Notes) -> Group:
         "",
         Column("a step", justify="right"),
         Column("in all", justify="right"),
-        title=f"{_counted(sums.steps, 'step')} on rank 0",
+        title=f"{counted(sums.steps, 'step')} on rank 0",
         box=box.SIMPLE_HEAD,
     )
     for name, count in (("sent", sums.sent_bytes), (notes.dense, sums.dense_bytes)):
@@ -72,9 +73,7 @@ def summary(notes: Notes) -> Group:
     if notes.expected_step_s is not None and notes.planned_s:
         table.add_row("expected by LayerFusion", f"{1e3 * notes.expected_step_s:.1f} ms", "")
         planned_s = notes.planned_s
-        table.add_row(
-            "  measured", f"{1e3 * median(planned_s):.1f} ms", f"median of {_counted(len(planned_s), 'step')}"
-        )
+        table.add_row("  measured", f"{1e3 * median(planned_s):.1f} ms", f"median of {counted(len(planned_s), 'step')}")
     first = [line for line in (verdict(notes), starvation(notes)) if line]
     last = []
     if notes.selects:
@@ -96,7 +95,7 @@ def _waiting_table(notes: Notes) -> list[Table]:
         box=box.SIMPLE_HEAD,
     )
     for each in longest_waiting(notes.waiting)[:MOST_WAITING]:
-        cells = _counted(each.oldest, "step"), f"{each.unsent_over_gradient:.3g}", f"{each.starving:.0%}"
+        cells = counted(each.oldest, "step"), f"{each.unsent_over_gradient:.3g}", f"{each.starving:.0%}"
         table.add_row(each.name, *cells)
     return [table]
 
@@ -156,11 +155,6 @@ def _waited(notes: Notes) -> float:
     """The part of a step in which training waited for means."""
     ms_step = notes.sums.ms_step / max(notes.sums.steps, 1)
     return notes.ms_wait() / ms_step if ms_step else 0.0
-
-
-def _counted(count: int, what: str) -> str:
-    """Write "1 step" or "1,000 steps"."""
-    return f"{count:,} {what}{'s'[: count != 1]}"
 
 
 UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3}

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from lightning_sparse.settings import counted
+
 AUTO, NODE = "auto", "node"  # what local_group may be, beside a number
 
 
@@ -40,8 +42,7 @@ class Members:
         return next((m, ranks.index(rank)) for m, ranks in enumerate(self.ranks) if rank in ranks)
 
     def __str__(self) -> str:
-        members = f"{self.size} member{'s'[: self.size != 1]}"
-        return f"{members} of {self.local_size} ranks each ({self.why})"
+        return f"{counted(self.size, 'member')} of {self.local_size} ranks each ({self.why})"
 
 
 def alone(size: int) -> Members:

@@ -193,7 +193,7 @@ def test_short_epochs_have_a_table_together(
 
 
 def test_the_summary_does_not_contradict_itself() -> None:
-    """Nobody is told to send less and more, nor that the network was slow where nothing was sent."""
+    """It never advises to send less and more at once, nor calls the network slow where nothing was sent."""
     notes = example()
     notes.advice = advice(ls.SparseDDPStrategy("micro").options)
     for starving in (0.0, 0.5):

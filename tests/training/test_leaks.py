@@ -118,7 +118,7 @@ def test_a_hook_that_is_dropped_without_being_closed_holds_nothing(ranks: Ranks)
 
 
 def by_rules_of_nccl(rank: int, size: int) -> dict[str, int]:
-    """Process groups that stay when a hook ends that was told that NCCL carries them, over Gloo, in several ways."""
+    """Process groups that stay when a hook ends, in several ways, where Gloo stands in for NCCL."""
     world = dist.distributed_c10d._world
 
     def closed(hooks: list[ls.SparseHook]) -> None:

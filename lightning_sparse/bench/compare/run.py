@@ -23,8 +23,9 @@ from lightning_sparse.bench.compare.schedule import COMPILING, Schedule, schedul
 from lightning_sparse.bench.compare.strategies import parse_strategies
 from lightning_sparse.bench.compare.worker import take_turns
 from lightning_sparse.bench.compare.workloads import count_parameters, workload_named
-from lightning_sparse.bench.output import counted, environment, json_line, new_console, new_file, new_progress, say
+from lightning_sparse.bench.output import environment, json_line, new_console, new_file, new_progress, say
 from lightning_sparse.monitor.pictures import require_matplotlib
+from lightning_sparse.settings import counted
 from lightning_sparse_cli import Bench
 
 Rounds = Generator[Round, None, None]
