@@ -3,15 +3,15 @@
 Generators that are resumed once before each forward, between two steps, on every rank.
 """
 
-from collections.abc import Mapping
 from contextlib import suppress
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sparse.auto.active_averager import ActiveAverager
-from lightning_sparse.auto.chooser import DOUBT, FAR, Chooser
+from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.auto.trial import ELEMENTS
+from lightning_sparse.auto.trials import SETTLING, TAKING_OVER, TIMED
 from lightning_sparse.compressors import Compressor
 from lightning_sparse.fusion.costs import GroupCosts
 from lightning_sparse.fusion.layer_fusion import LayerFusion, check_clock
@@ -21,13 +21,6 @@ from lightning_sparse.fusion.steps import BetweenSteps, PassCounts, Times, in_ro
 from lightning_sparse.settings import same
 
 MEASURED_AFTER = 3  # Local steps after which the link is measured, where local steps were given.
-GLANCE = 5  # First steps whose mean shows whether they are far too long.
-SETTLING = 5  # Local steps until any is timed, once ranks compare second moments no longer in each of them.
-TIMED = 10  # Steps whose mean is what a step takes: they differ, as fragments do.
-TAKING_OVER = 2  # Steps after a change: one sends what was not sent before, finds thresholds, or compiles kernels.
-# In each turn those candidates are timed again that are later than the soonest by at most this part.  A machine is
-# slower at times, so that the first turns allow for more.
-DOUBTS = (0.25, 0.1, 0.05, 0.03)
 WATCHED, MOST_WATCHED = 50, 800  # Steps after which it is checked whether messages take another time; at most.
 GLIMPSE = PassCounts(0, 0, 1)  # The first step: enough where it shows that messages take longer than all the rest.
 GLIMPSE_OF_DEVICE = PassCounts(2, 0, 1)  # Before it kernels are compiled, which no later step waits for.
@@ -96,84 +89,52 @@ def _choose(active: ActiveAverager, chooser: Chooser) -> BetweenSteps[Times]:
     if far:  # now that connections carry what they can
         costs, sums_s = fusion.costs_on(measure_link(averager, latency_s)), measured.sums_s
         active.link = costs.link
-    is_enough = sums_s > measured.computing_s  # the same on every rank
-    if not is_enough:
+    if not sums_s > measured.computing_s:  # the same on every rank
         measured = yield from fusion.measure(CHOOSING)
     record = averager.take_record()
     assert record is not None  # of the steps that were measured
     check_clock(measured)
-    candidate = chooser.choose(averager, measured, costs, None if is_enough else at_work, record)
-    layouts = {each: Layout(fusion.layout.groups, each.averaging) for each in chooser.measured}
-    known = dict.fromkeys(layouts, Times(measured.span_s + measured.rest_s, measured.messages_s))
-    while True:
+    chooser.look(averager, measured, costs, record)
+    layouts, known = dict[Candidate, Layout](), dict[Candidate, Times]()
+
+    def train_with(candidate: Candidate) -> BetweenSteps[None]:
+        if candidate == active.chosen:
+            return
         if candidate.local_steps:
-            times = yield from _take_local_steps(active, candidate, chooser.longest_s(FAR))
+            yield from _take_local_steps(active, candidate)
+            return
+        if active.layer_fusion is None:
+            active.to_gradients()
+        fusion = active.layer_fusion
+        assert fusion is not None
+        active.chosen = candidate
+        if candidate in layouts:
+            yield from _take_over(fusion, layouts[candidate])
         else:
-            longest_s = chooser.longest_s(DOUBT)
-            times = yield from _average_gradients(active, candidate, at_work, measured, costs, longest_s)
-            assert active.layer_fusion is not None
-            layouts[candidate] = active.layer_fusion.layout
-        known[candidate] = times
-        again = chooser.note(active.averager, times.step_s)
-        if again == candidate:
-            break
-        candidate = again
-    if candidate.local_steps or len(chooser.finalists(DOUBTS[0])) < 2:
-        return times
-    return (yield from _measure_in_turn(active, chooser, layouts, known))
+            yield from _average_gradients(fusion, candidate, at_work, measured, costs)
+            layouts[candidate] = fusion.layout
 
-
-def _measure_in_turn(
-    active: ActiveAverager, chooser: Chooser, layouts: Mapping[Candidate, Layout], known: Mapping[Candidate, Times]
-) -> BetweenSteps[Times]:
-    """Measure in turn what differs little, ever fewer, and go on with the soonest; returns what its step takes."""
-    latest = dict(known)
-    fusion, averager = active.layer_fusion, active.averager
-    assert fusion is not None
-    for doubt in DOUBTS:
-        finalists = chooser.finalists(doubt)
-        if len(finalists) < 2:
-            break
-        rank_zero_info(f"sparse_auto: measuring in turn, since steps differ little: {'; '.join(map(str, finalists))}.")
-        for each in finalists:
-            active.chosen = each
-            yield from _take_over(fusion, layouts[each])
-            latest[each] = yield from typical_times(averager, TIMED)
-            chooser.see(each, latest[each].step_s)
-    active.chosen = chooser.take_soonest()
-    fusion.follow(layouts[active.chosen])
-    return latest[active.chosen]
+    active.chosen = None
+    while (candidate := chooser.next()) is not None:
+        yield from train_with(candidate)
+        known[candidate] = yield from typical_times(active.averager, in_rounds(active.averager, TIMED))
+        chooser.told(candidate, known[candidate].step_s)
+    assert chooser.chosen is not None
+    yield from train_with(chooser.chosen.candidate)
+    return known[chooser.chosen.candidate]
 
 
 def _average_gradients(
-    active: ActiveAverager,
-    candidate: Candidate,
-    at_work: Compressor,
-    measured: Measured,
-    costs: GroupCosts,
-    longest_s: float,
-) -> BetweenSteps[Times]:
-    """Go on with a candidate that averages gradients, in the groups that are best for it; returns what a step takes.
-
-    Soon, if the first ones take longer than ``longest_s``.
-    """
-    if active.layer_fusion is None:
-        active.to_gradients()
-    fusion = active.layer_fusion
-    assert fusion is not None
+    fusion: LayerFusion, candidate: Candidate, at_work: Compressor, measured: Measured, costs: GroupCosts
+) -> BetweenSteps[None]:
+    """Go on with a candidate that averages gradients, in the groups that are best for it."""
     layout = Layout(fusion.layout.groups, candidate.averaging)
-    cuts = len(layout.groups) > 1 and not fusion.averager.in_place.sums(candidate.averaging)
-    if cuts:  # else it is too short to gain by them
+    if len(layout.groups) > 1 and not fusion.averager.in_place.sums(candidate.averaging):  # else too short to gain
         layout = fusion.decide(candidate.averaging, at_work, measured, costs)
-    active.chosen = candidate
     if same(fusion.compressor, candidate.averaging):
         yield from fusion.try_on(layout, measured)
     else:
         yield from _take_over(fusion, layout)
-    times = yield from typical_times(active.averager, GLANCE)
-    if times.step_s > longest_s:
-        return times
-    return (yield from typical_times(active.averager, TIMED))
 
 
 def _take_over(fusion: LayerFusion, layout: Layout) -> BetweenSteps[None]:
@@ -182,30 +143,19 @@ def _take_over(fusion: LayerFusion, layout: Layout) -> BetweenSteps[None]:
         yield
 
 
-def _take_local_steps(active: ActiveAverager, candidate: Candidate, longest_s: float) -> BetweenSteps[Times]:
-    """Go on with local steps; returns what one takes, soon if the first ones take longer than ``longest_s``."""
+def _take_local_steps(active: ActiveAverager, candidate: Candidate) -> BetweenSteps[None]:
+    """Go on with local steps."""
     if active.layer_fusion is not None and not active.may_add_unsent:
         active.layer_fusion.send_all()
         active.chosen = None
         while not active.layer_fusion.averager.ask_for_unsent():
             yield
     active.to_local_steps(candidate)
-    if _is_starting(active):
-        for _ in range(TAKING_OVER):
-            yield
-        times = yield from typical_times(active.averager, GLANCE)
-        if times.step_s > longest_s:
-            return times
     yield from _settle(active)
-    return (yield from typical_times(active.averager, in_rounds(active.averager, TIMED)))
-
-
-def _is_starting(active: ActiveAverager) -> bool:
-    return active.averager.local is not None and active.averager.local.is_starting
 
 
 def _settle(active: ActiveAverager) -> BetweenSteps[None]:
-    while _is_starting(active):
+    while active.averager.local is not None and active.averager.local.is_starting:
         yield
     for _ in range(SETTLING):
         yield

@@ -79,9 +79,9 @@ class Auto:
     averaged by ``start``, or in float32 or bfloat16 where the link takes these sums sooner.  Of a far link the latency
     is measured then, and the rate after that step.  Then every candidate's step is predicted from what the link,
     backward and compressing took, and how many more steps than dense training it needs from what it delivers, and when,
-    of gradients of this training.  Noise makes some candidates equal; among them the one with the smallest loss is
-    taken.  When times change, it chooses anew; what is unsent goes along.  Choosing needs ``fusion="layer"``, more than
-    one rank and a gradient worth planning; else ``start`` stays.
+    of gradients of this training.  Those whose trial is worth its steps are tried, and the soonest is taken.  When
+    times change, it chooses anew; what is unsent goes along.  Choosing needs ``fusion="layer"``, more than one rank and
+    a gradient worth planning; else ``start`` stays.
 
     Args:
         candidates: to choose from: each a :class:`Candidate`, or a compressor that averages gradients; None: dense

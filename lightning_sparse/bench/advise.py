@@ -18,7 +18,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from lightning_sparse.auto.chooser import BFLOAT16, EXACT, NOISE, tried
+from lightning_sparse.auto.chooser import BFLOAT16, EXACT, tried
 from lightning_sparse.auto.forecast import forecast_of
 from lightning_sparse.auto.policy import CANDIDATES
 from lightning_sparse.auto.trial import ELEMENTS
@@ -49,6 +49,7 @@ COUNTS = PassCounts(settling=3, beside=3, apart=2)  # steps of a model that trai
 STEPS = sum(COUNTS)
 STEPS_OF_DDP = 1000  # Whose loss others are expected to reach in so many seconds.
 MOST_STEPS = 100  # in which sparse_auto must have chosen
+NOISE = 0.05  # Part by which something must be sooner than plain DDP to be named.
 BUSY = 1.5  # programs for each core, this one among them
 
 

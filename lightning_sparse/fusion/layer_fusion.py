@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor, Dense
@@ -109,7 +109,7 @@ class LayerFusion:
             return False
         averager.lanes.set_latencies(*state.get("latencies", averager.lanes.latencies))
         self.follow(Layout(groups, compressor))
-        rank_zero_info(f"lightning_sparse: {counted(len(averager.groups), 'group')}, as in the checkpoint.")
+        rank_zero_debug(f"lightning_sparse: {counted(len(averager.groups), 'group')}, as in the checkpoint.")
         return True
 
     def _named(self, compressor: Compressor) -> str:
@@ -189,7 +189,7 @@ class LayerFusion:
         if not now_s > allowed * span_s:  # also where a time is not known
             messages_s = median(least_over_ranks(averager, messages[2:]).tolist())
             return Times(usual.step_s + now_s - span_s, messages_s, usual.sees_hidden)
-        rank_zero_info(
+        rank_zero_debug(
             f"lightning_sparse: back to the groups before: backward and communication took {1e3 * span_s:.1f} ms "
             f"in {len(before.groups)}, {1e3 * now_s:.1f} ms in {len(averager.groups)}, which is above {allowed:.0%} of "
             "it."
@@ -221,7 +221,7 @@ class LayerFusion:
             if averager.lanes.everyone.rank == 0:
                 calibration = calibrate(pieces, kinds, measured)
                 plan = best_plan(pieces_of(self._parameters, compressor), kinds_from_now_on, measured, calibration)
-                rank_zero_info(f"lightning_sparse: {plan}")
+                rank_zero_debug(f"lightning_sparse: {plan}")
                 group_of = plan.group_of()
                 of_each = [[name for name in self._names if group_of[name] == i] for i in range(len(plan.ends))]
                 planned = json.dumps(of_each) if plan.ends != plan.before else ""

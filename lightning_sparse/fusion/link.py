@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_debug
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -72,7 +72,7 @@ def measure_link(averager: Averager, latency_s: float | None = None) -> Link:
     averager.lanes.set_latencies(*link.latencies(averager.size, averager.device.type == "cpu"))
     mbit_s = 8e-6 / max(link.s_per_byte, IMMEASURABLE)
     rate = f"carries {mbit_s:,.0f} Mbit/s" if link.s_per_byte > IMMEASURABLE else "is too fast to be measured"
-    rank_zero_info(
+    rank_zero_debug(
         f"lightning_sparse: a message takes {1e3 * link.latency_s:.2f} ms, an all-reduce of the backend "
         f"{1e3 * link.all_reduce_s:.2f} ms; the link {rate}."
     )

@@ -8,7 +8,7 @@ from statistics import mean, median
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_debug
 from torch import Tensor
 
 from lightning_sparse.engine.averager import Averager
@@ -21,7 +21,7 @@ from lightning_sparse.settings import counted
 
 CHANGED = 1.5  # The factor between two typical times from which times have changed.
 LEAST_ROUNDS = 3  # In which every weight travels once, of which a median tells what messages take.
-PAUSE = 5  # A step that takes so many times as long as the median has a pause in it, and does not count.
+PAUSE = 2  # A step that takes so many times as long as the median has a pause in it, and does not count.
 
 T = TypeVar("T")
 BetweenSteps = Generator[None, None, T]  # Each yield ends a pass: what is done before a forward.
@@ -90,7 +90,7 @@ def measure_steps(
     for _ in range(counts.settling):
         yield
     steps_measured = counts.beside + counts.apart
-    rank_zero_info(f"lightning_sparse: measuring {counted(steps_measured, 'step')}.")
+    rank_zero_debug(f"lightning_sparse: measuring {counted(steps_measured, 'step')}.")
     spans, rests, messages, arrivals = [], [], [], []
     now_s = time.perf_counter()
     for i in range(steps_measured):

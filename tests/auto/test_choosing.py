@@ -2,28 +2,28 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import lightning_sparse as ls
-from lightning_sparse.auto import between_steps
 from lightning_sparse.auto import chooser as chooser_module
 from lightning_sparse.auto.chooser import Chooser, soonest
 from lightning_sparse.auto.forecast import Forecast, forecast_of, likely, loss_above, more_steps
 from lightning_sparse.auto.policy import CANDIDATES
 from lightning_sparse.auto.trial import try_on
+from lightning_sparse.auto.trials import LASTS_S, Trials
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.engine.observers import RUN, STEPS, GradientRecord
 from lightning_sparse.fusion import costs as costs_module
 from lightning_sparse.fusion.costs import GroupCosts
 from lightning_sparse.fusion.planner import Measured
-from lightning_sparse.fusion.steps import BetweenSteps, Times
 from lightning_sparse.network.comm import Comm, Pending
 from lightning_sparse.network.costs import Inside, Link
 from lightning_sparse.network.simulated import SimNetwork
@@ -127,50 +127,23 @@ def test_few_ranks_stand_for_many(candidate: ls.Candidate, monkeypatch: pytest.M
     )
 
 
-def expected(step_s: float, delivered: float | None = None) -> Forecast:
-    return Forecast(DENSE, step_s, step_s, 1.0, "network", 4, delivered, None if delivered is None else 1 - delivered)
+BFLOAT16 = ls.Candidate(ls.Dense(), "bfloat16")
+INT4, TOPK = ls.Candidate(ls.Dense(), "int4"), ls.Candidate(ls.TopK(density=0.01))
+LOCAL2, LOCAL4 = (ls.Candidate(ls.Dense(), "int4", steps) for steps in (2, 4))
 
 
-def test_what_is_soonest_at_a_loss_is_taken_and_within_noise_what_loses_least() -> None:
-    exact = expected(1.0, 1.0)
-    int4, some, few = (replace(expected(*each), candidate=TOPK) for each in ((0.5, 0.97), (0.52, 0.9), (0.49, 0.2)))
-    assert int4.seconds < some.seconds < exact.seconds < few.seconds  # though its steps are the shortest
-    assert soonest([exact, int4, some, few]) is int4
-    assert soonest([exact, some, few]) is some
-    assert soonest([exact, some, few], at_most=0.02) is exact
-    assert soonest([some, few], at_most=0.02) is some  # which is the least that can be had
-    near = replace(int4, step_s=0.485, delivered=0.96)
-    assert near.seconds < int4.seconds
-    assert soonest([near, int4]) is int4  # noise does not tell them apart
+def expected(candidate: ls.Candidate, step_s: float, delivered: float = 0.98) -> Forecast:
+    late = float(candidate.local_steps)
+    return Forecast(candidate, step_s, step_s, 1.0, "network", 4, 1.0 if candidate == DENSE else delivered, late)
 
 
-def test_within_noise_what_was_measured_is_taken() -> None:
-    hoped, known = replace(expected(0.50, 0.97), candidate=TOPK), replace(expected(0.51, 0.96), candidate=INT4)
-    assert soonest([hoped, known]) is hoped
-    assert soonest([hoped, known], measured=[INT4]) is known
-    assert soonest([hoped, replace(known, step_s=0.6)], measured=[INT4]) is hoped
-
-
-def test_plain_ddp_is_tried_where_it_may_be_soonest() -> None:
-    exact, known = expected(0.6, 1.0), replace(expected(0.50, 0.98), candidate=INT4)
-    assert soonest([exact, known], measured=[INT4]) is exact
-    assert soonest([exact, known], measured=[INT4, DENSE]) is known
-    assert soonest([replace(exact, step_s=0.65), known], measured=[INT4]) is known
-    near = replace(exact, step_s=0.52)
-    assert soonest([near, known], measured=[INT4, DENSE]) is near
-
-
-def test_sums_in_bfloat16_are_tried_where_they_may_be_soonest() -> None:
-    known = replace(expected(0.50, 0.98), candidate=INT4)
-    rounded = replace(expected(0.54, 1.0), candidate=ls.Candidate(ls.Dense(), "bfloat16"))
-    assert soonest([rounded, known], measured=[INT4]) is rounded
-    assert soonest([rounded, known], measured=[INT4, rounded.candidate]) is rounded
-    slow = replace(rounded, step_s=0.6)
-    assert soonest([slow, known], measured=[INT4]) is slow
-    assert soonest([slow, known], measured=[INT4, slow.candidate]) is known
-    assert soonest([expected(0.6, 1.0), rounded, known], measured=[INT4]) is rounded  # whichever is the sooner
-    assert soonest([expected(0.53, 1.0), rounded, known], measured=[INT4]).candidate == DENSE
-    assert soonest([expected(0.60, 1.0), rounded], measured=[DENSE, rounded.candidate]) is rounded
+def test_the_soonest_at_a_loss_comes_first_of_those_that_lose_no_more_than_is_allowed() -> None:
+    exact, int4, some = expected(DENSE, 1.0), expected(INT4, 0.5, 0.97), expected(TOPK, 0.49, 0.2)
+    assert int4.seconds < exact.seconds < some.seconds  # though its steps are the shortest
+    assert soonest([some, exact, int4]) == [int4, exact, some]
+    assert soonest([some, exact, int4], at_most=0.05) == [int4, exact]
+    assert soonest([some, exact, int4], at_most=0.001) == [exact]
+    assert soonest([some, int4], at_most=0.001) == [int4]  # which loses least
 
 
 @pytest.mark.parametrize("local", [False, True])
@@ -240,30 +213,6 @@ class Alone:
         return [text]
 
 
-class GivenSteps:
-    """A forecaster to which the steps of candidates are given in milliseconds; of what it was asked there is a list."""
-
-    def __init__(
-        self,
-        steps_ms: dict[ls.Candidate, float],
-        computing_ms: float = 40,
-        limit: str = "network",
-    ) -> None:
-        self.measured = replace(MEASURED, arrivals_s=[computing_ms / 1e3 - MEASURED.rest_s])
-        self.asked: list[ls.Candidate] = []
-        self.steps_ms, self._limit = steps_ms, limit
-
-    def forecast(self, candidate: ls.Candidate, **_: object) -> Forecast:
-        self.asked.append(candidate)
-        step_s = self.steps_ms[candidate] / 1e3
-        known = (1.0, 0.0) if candidate == DENSE else (None, None)
-        return Forecast(candidate, step_s, step_s, 1 / max(candidate.local_steps, 1), self._limit, 4, *known)
-
-
-def as_late_as_expected(forecast: Forecast, *_: Tensor) -> Forecast:
-    return replace(forecast, delivered=0.98, staleness=float(forecast.candidate.local_steps))
-
-
 @pytest.mark.parametrize(("s_per_byte", "wire_dtype"), [(1e-11, "bfloat16"), (8e-8, "int4")])
 def test_it_begins_with_the_sums_that_the_link_takes_soonest(s_per_byte: float, wire_dtype: str) -> None:
     averager: Any = Alone()
@@ -278,269 +227,101 @@ def test_it_begins_with_the_sums_that_the_link_takes_soonest(s_per_byte: float, 
     assert begun(ls.Auto([ls.MiCRO()])) == ls.Auto().start  # no plain sums are to be chosen
 
 
-BFLOAT16 = ls.Candidate(ls.Dense(), "bfloat16")
-INT4, TOPK = ls.Candidate(ls.Dense(), "int4"), ls.Candidate(ls.TopK(density=0.01))
-LOCAL2, LOCAL4 = (ls.Candidate(ls.Dense(), "int4", steps) for steps in (2, 4))
-ALL = (DENSE, INT4, TOPK, LOCAL2, LOCAL4)
+def look(monkeypatch: pytest.MonkeyPatch, steps_ms: dict[ls.Candidate, float], at_most: float | None = 0.05) -> Chooser:
+    """Return a chooser that expects these steps, and delays as late as local steps are."""
 
+    def forecast(candidate: ls.Candidate, **_: object) -> Forecast:
+        return expected(candidate, steps_ms[candidate] / 1e3)
 
-@pytest.fixture
-def choose(monkeypatch: pytest.MonkeyPatch) -> Callable[[GivenSteps], tuple[Chooser, Any, ls.Candidate]]:
-    def chosen(steps: GivenSteps) -> tuple[Chooser, Any, ls.Candidate]:
-        monkeypatch.setattr(chooser_module, "forecast_of", steps.forecast)
-        monkeypatch.setattr(chooser_module, "tried", as_late_as_expected)
-        averager: Any = Alone()
-        chooser = Chooser(ls.Auto(tuple(steps.steps_ms)), local=True)
-        at_work = INT4.averaging
-        return (
-            chooser,
-            averager,
-            chooser.choose(averager, steps.measured, COSTS, at_work, averager.record),
-        )  # which takes 60 ms
-
-    return chosen
-
-
-def test_float32_is_tried_before_others_where_its_messages_are_hidden(choose: Any) -> None:
-    steps = GivenSteps({DENSE: 41, INT4: 50, TOPK: 90, LOCAL2: 41, LOCAL4: 41})
-    chooser, averager, first = choose(steps)
-    assert first == DENSE
-    assert steps.asked == [DENSE]
-    assert chooser.note(averager, 0.042) == DENSE  # about as short as a step that sends nothing
-    assert steps.asked == [DENSE]
-
-
-def test_others_are_looked_at_where_float32_turns_out_to_be_slow(choose: Any) -> None:
-    chooser, averager, _ = choose(GivenSteps({DENSE: 41, INT4: 50, TOPK: 90, LOCAL2: 41, LOCAL4: 41}))
-    assert chooser.note(averager, 0.07) == INT4  # since local steps are expected to take longer, too
-    assert next(f.step_s for f in chooser.forecasts if f.candidate == INT4) == pytest.approx(0.06)  # as measured
-
-
-def test_what_coding_took_longer_is_not_corrected_in_plain_sums(choose: Any) -> None:
-    chooser, *_ = choose(GivenSteps({DENSE: 60, INT4: 30, LOCAL2: 50}, computing_ms=30))
-    steps_ms = {f.candidate: 1e3 * f.step_s for f in chooser.forecasts}
-    assert steps_ms[INT4] == pytest.approx(60)  # as measured, twice what was expected
-    assert steps_ms[DENSE] == 60
-
-
-def test_what_plain_sums_took_longer_is_expected_of_all_of_which_nothing_else_is_known(choose: Any) -> None:
-    chooser, averager, _ = choose(GivenSteps({DENSE: 41, INT4: 50, LOCAL2: 44, BFLOAT16: 42}))
-    chooser.note(averager, 0.082)
-    steps_ms = {f.candidate: 1e3 * f.step_s for f in chooser.forecasts}
-    assert steps_ms == pytest.approx({DENSE: 82, INT4: 60, LOCAL2: 88, BFLOAT16: 84})  # int4 as measured
-
-
-def test_what_is_slower_than_expected_makes_way_and_so_does_its_kind(choose: Any) -> None:
-    steps = GivenSteps({DENSE: 100, INT4: 50, TOPK: 90, LOCAL2: 40, LOCAL4: 39}, computing_ms=40)
-    chooser, averager, first = choose(steps)
-    assert first == LOCAL4
-    assert chooser.note(averager, 0.2) == INT4  # of which steps were measured at first
-
-
-def test_what_is_known_does_not_make_way_for_what_noise_may_be(choose: Any) -> None:
-    steps = GivenSteps({DENSE: 100, INT4: 60, TOPK: 48.5, LOCAL2: 41, LOCAL4: 49}, computing_ms=33)
-    chooser, averager, first = choose(steps)
-    assert first == LOCAL2
-    assert chooser.note(averager, 0.05) == LOCAL2  # though 48.5 ms are expected of another
-
-
-@pytest.mark.parametrize(("topk_ms", "back"), [(47, False), (42, True)])
-def test_the_way_back_from_local_steps_is_for_sums_that_are_far_sooner(choose: Any, topk_ms: float, back: bool) -> None:
-    steps = GivenSteps({DENSE: 100, INT4: 60, TOPK: topk_ms, LOCAL2: 34}, computing_ms=33)
-    chooser, averager, first = choose(steps)
-    assert first == LOCAL2
-    assert chooser.note(averager, 0.056) == (TOPK if back else LOCAL2)  # 16 and 25 % sooner, and LOCAL2 loses more
-
-
-@pytest.mark.parametrize(("local_s", "back"), [(0.0605, False), (0.0635, True)])
-def test_local_steps_are_not_left_for_sums_that_noise_may_have_sooner(choose: Any, local_s: float, back: bool) -> None:
-    chooser, averager, first = choose(GivenSteps({DENSE: 100, INT4: 60, LOCAL2: 34}, computing_ms=33))
-    assert first == LOCAL2
-    assert chooser.note(averager, local_s) == (INT4 if back else LOCAL2)  # 60 ms were measured, of fewer steps
-
-
-def test_measured_plain_sums_are_left_only_for_what_is_sooner(choose: Any) -> None:
-    chooser, averager, first = choose(GivenSteps({DENSE: 41, INT4: 90, LOCAL2: 33}, computing_ms=32))
-    assert (first, chooser.note(averager, 0.06)) == (DENSE, LOCAL2)
-    assert chooser.note(averager, 0.0595) == DENSE  # as long, and LOCAL2 needs more steps
-
-
-def test_the_way_back_is_judged_by_the_soonest_local_steps_that_were_measured(choose: Any) -> None:
-    steps = GivenSteps({DENSE: 200, INT4: 60, LOCAL2: 52, LOCAL4: 50}, computing_ms=33, limit="backward")
-    chooser, averager, first = choose(steps)
-    assert (first, chooser.note(averager, 0.056)) == (LOCAL4, LOCAL2)
-    assert chooser.note(averager, 0.075) == LOCAL4  # not INT4, of which 60 ms were measured
-
-
-def test_what_a_limit_costs_is_said_also_of_what_is_not_measured_any_more(
-    choose: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chooser, *_ = choose(GivenSteps({DENSE: 100, INT4: 60, LOCAL2: 41, LOCAL4: 50}, computing_ms=33))
-    monkeypatch.setattr(chooser_module, "MOST_TRIED", 1)  # measured candidates are as many
-    chooser._auto = ls.Auto(ALL, at_most=0.0)
-    assert "Without at_most=0 2 local steps" in chooser._cost_of_limit(chooser.forecasts[1])
-
-
-def test_of_local_steps_that_take_longer_than_expected_those_that_send_less_are_tried(choose: Any) -> None:
-    chooser, averager, first = choose(
-        GivenSteps({DENSE: 100, INT4: 55, TOPK: 90, LOCAL2: 41, LOCAL4: 45.5}, computing_ms=33)
-    )
-    assert first == LOCAL2
-    assert chooser.note(averager, 0.055) == LOCAL4  # by the bytes of which 52.5 ms are expected
-    assert chooser.note(averager, 0.054) == LOCAL2  # which was about as short
-
-
-def test_of_a_far_link_what_local_steps_take_longer_is_not_all_for_their_bytes(choose: Any) -> None:
-    steps = GivenSteps({DENSE: 120, INT4: 60, LOCAL2: 45.7, LOCAL4: 39.7}, computing_ms=11)
-    chooser, averager, first = choose(steps)
-    assert first == LOCAL4
-    assert chooser.note(averager, 0.0455) == LOCAL2  # of which 51.5 ms are expected, and 57.3 would be by its bytes
-    assert chooser.note(averager, 0.048) == LOCAL2
-
-
-def test_of_local_steps_whose_bytes_hide_those_that_exchange_less_are_tried(
-    choose: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    int2 = ls.Candidate(ls.Dense(), "int2", 1)  # as many bytes here as LOCAL4
-    steps = GivenSteps({DENSE: 100, INT4: 90, TOPK: 90, LOCAL4: 37, int2: 33}, computing_ms=31, limit="backward")
-    monkeypatch.setattr(steps, "forecast", lambda c, **_: replace(GivenSteps.forecast(steps, c), sent_bytes=1.0))
-    chooser, averager, first = choose(steps)
-    assert first == int2
-    assert chooser.note(averager, 0.06) == LOCAL4  # five eighths of 27 ms more are expected of it
-
-
-def test_after_local_steps_others_are_tried_that_noise_may_have_sooner(choose: Any) -> None:
-    steps = GivenSteps({DENSE: 100, INT4: 90, LOCAL2: 41, LOCAL4: 41}, computing_ms=33, limit="backward")
-    chooser, averager, first = choose(steps)
-    assert first == LOCAL4  # which exchanges fewer weights
-    assert chooser.note(averager, 0.042) == LOCAL2  # of which 42.5 ms are expected, and fewer steps
-    assert chooser.note(averager, 0.044) == LOCAL2  # which loses less
-
-
-@pytest.mark.parametrize("step_s", [0.0, math.nan, math.inf])
-def test_a_step_whose_time_is_not_known_changes_nothing(choose: Any, step_s: float) -> None:
-    chooser, averager, first = choose(GivenSteps({DENSE: 100, INT4: 90, LOCAL2: 41, LOCAL4: 41}, computing_ms=33))
-    before = list(chooser.forecasts)
-    chooser.see(first, step_s)
-    assert chooser.note(averager, step_s) == first
-    assert (chooser.forecasts, chooser.is_settled) == (before, False)
-
-
-def test_nothing_is_expected_to_be_sooner_than_computing(choose: Any) -> None:
-    chooser, averager, first = choose(GivenSteps({DENSE: 100, INT4: 90, LOCAL2: 50, LOCAL4: 41}, computing_ms=31))
-    assert first == LOCAL4
-    chooser.note(averager, 0.0311)
-    steps_ms = {f.candidate: 1e3 * f.step_s for f in chooser.forecasts}
-    assert steps_ms == pytest.approx({DENSE: 100, INT4: 60, LOCAL2: 31, LOCAL4: 31.1})  # LOCAL2 sends twice as much
-
-
-def test_what_local_steps_that_hide_their_bytes_took_longer_is_half_expected_of_sums(choose: Any) -> None:
-    steps = GivenSteps({DENSE: 60, BFLOAT16: 43, INT4: 60, TOPK: 90, LOCAL2: 33}, computing_ms=31, limit="backward")
-    chooser, averager, first = choose(steps)
-    assert first == LOCAL2
-    assert chooser.note(averager, 0.055) == LOCAL2  # though 43 ms would be sooner by a quarter
-    steps_ms = {f.candidate: 1e3 * f.step_s for f in chooser.forecasts}
-    assert steps_ms == pytest.approx({DENSE: 71, BFLOAT16: 54, INT4: 60, TOPK: 101, LOCAL2: 55})  # int4 as measured
-
-
-def test_what_cannot_be_soonest_is_not_tried(choose: Any) -> None:
-    chooser, *_ = choose(GivenSteps({DENSE: 100, INT4: 50, TOPK: 90, LOCAL2: 41, LOCAL4: 50}, computing_ms=30))
-    assert [f.candidate for f in chooser.forecasts if f.delivered is None] == [INT4, TOPK, LOCAL4]
-
-
-@pytest.mark.parametrize("at_most", [None, ls.Auto().at_most, 0.0])
-def test_a_limit_of_the_loss_is_kept_and_what_it_costs_is_said(
-    monkeypatch: pytest.MonkeyPatch, at_most: float | None
-) -> None:
-    steps, averager, said = GivenSteps({DENSE: 100, INT4: 60, TOPK: 90, LOCAL2: 41, LOCAL4: 50}), Alone(), []
-    monkeypatch.setattr(chooser_module, "forecast_of", steps.forecast)
-    monkeypatch.setattr(chooser_module, "rank_zero_info", said.append)
-    monkeypatch.setattr(chooser_module, "tried", as_late_as_expected)
-    chooser = Chooser(ls.Auto(ALL, at_most=at_most), local=True)
-    chosen = chooser.choose(averager, steps.measured, COSTS, INT4.averaging, averager.record)  # type: ignore[arg-type]
-    assert chosen == (DENSE if at_most == 0 else LOCAL2)
-    assert ("Without at_most=0 2 local steps" in said[-1]) == (at_most == 0)
-    assert "The loss of 1,000 steps of dense training is expected after 1,0" in said[-1]
-
-
-def to_its_end(course: BetweenSteps[Times], after: Callable[[int], None] = lambda steps: None) -> tuple[int, Times]:
-    """Return how many passes it takes, and what it returns."""
-    steps = 0
-    while True:
-        try:
-            next(course)
-        except StopIteration as stop:
-            return steps, stop.value
-        steps += 1
-        after(steps)
-
-
-@pytest.fixture
-def settled() -> Chooser:
-    """Measured 100, 105, 108 and 90 ms; the last of local steps."""
-    chooser = Chooser(ls.Auto((*ALL, BFLOAT16)), local=True)
-    chooser._computing_s = 0.04
-    steps_ms = {DENSE: 100, BFLOAT16: 105, INT4: 108, LOCAL2: 90, TOPK: 95}
-    chooser.forecasts = [replace(expected(ms / 1e3, 1.0), candidate=each) for each, ms in steps_ms.items()]
-    chooser._looks = {each: [ms / 1e3] for each, ms in steps_ms.items() if each != TOPK}
-    chooser.chosen = chooser.forecasts[0]
+    monkeypatch.setattr(chooser_module, "forecast_of", forecast)
+    averager: Any = Alone()
+    chooser = Chooser(ls.Auto(tuple(steps_ms), at_most=at_most), local=True)
+    chooser.look(averager, MEASURED, COSTS, averager.record)
     return chooser
 
 
-def test_sums_that_differ_little_are_measured_in_turn_if_they_were_measured(settled: Chooser) -> None:
-    assert settled.finalists(0.1) == [DENSE, BFLOAT16, INT4]
-    assert settled.finalists(0.06) == [DENSE, BFLOAT16]
-    settled.forecasts[2] = replace(settled.forecasts[2], delivered=0.5, step_s=0.05)  # it loses more than is allowed
-    assert settled.finalists(0.1) == [DENSE, BFLOAT16]
-    settled.chosen, settled._looks[INT4] = settled.forecasts[2], [0.05]
-    assert INT4 in settled.finalists(0.1)
-    settled.see(INT4, 0.05)
-    assert INT4 in settled.finalists(0.1)
-    settled._looks.clear()  # where nobody has a clock
-    assert settled.finalists(0.1) == []
+def choose(chooser: Chooser, steps_ms: dict[ls.Candidate, float]) -> list[ls.Candidate]:
+    """Return what is tried, in order, where steps take this; at last what is chosen."""
+    tried = []
+    while (candidate := chooser.next()) is not None:
+        tried.append(candidate)
+        chooser.told(candidate, steps_ms[candidate] / 1e3)
+    assert chooser.chosen is not None
+    assert chooser.measured == set(tried)
+    return [*tried, chooser.chosen.candidate]
 
 
-@pytest.mark.parametrize(
-    ("bfloat16_s", "int4_s", "best"),
-    [(0.088, 0.2, DENSE), (0.086, 0.2, BFLOAT16), (0.086, 0.07, INT4), (float("nan"), float("nan"), DENSE)],
-)
-def test_in_turn_the_soonest_wins_and_float32_where_it_is_as_soon(
-    settled: Chooser, bfloat16_s: float, int4_s: float, best: ls.Candidate
+def test_what_is_soonest_by_far_is_tried_and_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps_ms = {DENSE: 100.0, INT4: 60.0, LOCAL2: 30.0}
+    assert choose(look(monkeypatch, steps_ms), steps_ms) == [LOCAL2, LOCAL2]
+
+
+def test_what_turns_out_to_be_late_makes_way_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps_ms = {DENSE: 100.0, INT4: 60.0, LOCAL2: 56.0}
+    assert choose(look(monkeypatch, steps_ms), steps_ms | {LOCAL2: 80.0}) == [LOCAL2, INT4, INT4]
+
+
+def test_what_may_be_as_soon_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps_ms = {DENSE: 20.0, BFLOAT16: 20.2, INT4: 40.0}
+    tried = choose(look(monkeypatch, steps_ms), steps_ms | {DENSE: 20.2, BFLOAT16: 19.0})
+    assert set(tried[:-1]) == {DENSE, BFLOAT16}
+    assert tried[-1] == BFLOAT16
+
+
+def test_a_limit_of_the_loss_is_kept_and_what_it_costs_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(chooser_module, "rank_zero_info", said.append)
+    monkeypatch.setattr(chooser_module, "tried", lambda forecast, *_: forecast)
+    steps_ms = {DENSE: 100.0, LOCAL2: 41.0}
+    for at_most, best in ((None, LOCAL2), (0.05, LOCAL2), (0.0, DENSE)):
+        said.clear()
+        assert choose(look(monkeypatch, steps_ms, at_most), steps_ms)[-1] == best
+        assert len(said) == 2
+        assert said[0].startswith(f"sparse_auto: training goes on with {best}, whose step takes ")
+        assert said[1].startswith("sparse_auto: the loss of 1,000 steps of dense training is expected after 1,0")
+        assert ("; without at_most=0 with 2 local steps, dense, int4 after 42 s" in said[1]) == (at_most == 0)
+
+
+def test_what_is_known_of_one_tells_of_the_others() -> None:
+    trials = Trials([expected(DENSE, 0.1), expected(INT4, 0.06)], back_s=0.0)
+    trials.told(INT4, 0.12)
+    assert trials.steps_s[INT4] == pytest.approx(0.12)
+    assert 0.15 < trials.steps_s[DENSE] < 0.2  # most of what was late is common
+
+
+@pytest.mark.parametrize("back_s", [0.0, LASTS_S / 10])
+def test_the_way_back_from_local_steps_must_be_gained(back_s: float) -> None:
+    """It takes a tenth of the time within which a trial must gain."""
+    trials = Trials([expected(DENSE, 0.1), expected(LOCAL2, 0.1)], back_s)
+    trials.told(DENSE, 0.1)
+    trials.told(LOCAL2, 0.105)
+    assert trials.best == (LOCAL2 if back_s else DENSE)
+
+
+@pytest.mark.parametrize("step_s", [0.0, math.nan, math.inf])
+def test_where_no_rank_can_tell_the_time_trials_end_with_what_was_expected(step_s: float) -> None:
+    trials = Trials([expected(DENSE, 0.1), expected(INT4, 0.06), expected(LOCAL2, 0.061)], 0.0)
+    while (candidate := trials.next()) is not None:
+        trials.told(candidate, step_s)
+    assert trials.best == INT4
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 10), st.floats(0.5, 2)), min_size=1, max_size=9), st.floats(0, 100))
+def test_trials_end_each_candidate_is_tried_once_and_what_is_taken_was_tried(
+    steps: list[tuple[float, float]], back_s: float
 ) -> None:
-    """Of what was measured twice the mean counts."""
-    settled.see(BFLOAT16, bfloat16_s)
-    settled.see(INT4, int4_s)
-    assert settled.take_soonest() == best
-    assert settled.chosen is not None
-    assert settled.chosen.candidate == best
-    assert settled.measured[BFLOAT16] == (0.105 if bfloat16_s != bfloat16_s else (0.105 + bfloat16_s) / 2)
-
-
-def test_plain_sums_are_measured_in_turn_where_others_are_too_late(settled: Chooser) -> None:
-    settled.see(BFLOAT16, 0.135)  # 120 ms in the mean
-    settled.see(INT4, 0.124)  # 116 ms
-    assert settled.finalists(0.25) == [DENSE, BFLOAT16]
-    assert settled.finalists(0.1) == [DENSE]
-
-
-def test_measuring_in_turn_ends_with_the_groups_of_the_best(settled: Chooser, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the three that differ little one is soon too late, and another a turn later."""
-    steps_s, followed = {DENSE: 0.1, BFLOAT16: 0.09, INT4: 0.108}, []
-    active: Any = SimpleNamespace(layer_fusion=SimpleNamespace(follow=followed.append), averager=None, chosen=DENSE)
-
-    def looks(averager: object, count: int) -> BetweenSteps[Times]:
-        for _ in range(count):
-            yield
-        return Times(steps_s[active.chosen], 0.01)
-
-    monkeypatch.setattr(between_steps, "typical_times", looks)
-    layouts: Any = {each: str(each) for each in steps_s}
-    steps, times = to_its_end(between_steps._measure_in_turn(active, settled, layouts, {}))
-    assert times == Times(0.09, 0.01)
-    assert settled.measured[BFLOAT16] == pytest.approx((0.105 + 2 * 0.09) / 3)
-    assert followed == [str(each) for each in (DENSE, BFLOAT16, INT4, BFLOAT16, DENSE, BFLOAT16)]
-    assert active.chosen == BFLOAT16
-    assert steps == 5 * (between_steps.TAKING_OVER + between_steps.TIMED)
+    forecasts = [expected(c, s) for c, (s, _) in zip(CANDIDATES, steps, strict=False)]
+    trials, again = Trials(forecasts, back_s), Trials(forecasts, back_s)
+    actual = {f.candidate: f.step_s * off for f, (_, off) in zip(forecasts, steps, strict=True)}
+    order = []
+    while (candidate := trials.next()) is not None:
+        assert candidate == again.next()  # as on another rank
+        order.append(candidate)
+        for each in (trials, again):
+            each.told(candidate, actual[candidate])
+    assert len(set(order)) == len(order)
+    assert trials.best in order
+    assert {c: trials.steps_s[c] for c in order} == pytest.approx({c: actual[c] for c in order})
 
 
 def test_local_steps_are_candidates_only_where_their_average_is_shown() -> None:
@@ -564,51 +345,3 @@ def test_local_steps_are_candidates_only_where_their_average_is_shown() -> None:
 def test_what_cannot_be_chosen_is_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-@pytest.fixture
-def two_then_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps take 2 s at first, then 1 s."""
-
-    def looks(averager: object, count: int) -> BetweenSteps[Times]:
-        for _ in range(count):
-            yield
-        return Times(2.0 if count == between_steps.GLANCE else 1.0, 0.5)
-
-    monkeypatch.setattr(between_steps, "typical_times", looks)
-
-
-@pytest.mark.usefixtures("two_then_one")
-def test_a_trial_of_sums_ends_early_where_they_take_too_long() -> None:
-    layout = between_steps.Layout([["layer"]], DENSE.averaging)
-    fusion = SimpleNamespace(layout=layout, compressor=DENSE.averaging, follow=lambda layout: None)
-    active: Any = SimpleNamespace(layer_fusion=fusion, averager=None, chosen=None)
-    given: Any = (active, INT4, DENSE.averaging, MEASURED, Link(1e-5, 1e-8))
-    first = between_steps.TAKING_OVER + between_steps.GLANCE
-    assert to_its_end(between_steps._average_gradients(*given, 1.9)) == (first, Times(2.0, 0.5))
-    assert to_its_end(between_steps._average_gradients(*given, 2.1)) == (first + between_steps.TIMED, Times(1.0, 0.5))
-
-
-@pytest.mark.usefixtures("two_then_one")
-def test_a_trial_of_local_steps_ends_early_where_they_take_far_too_long() -> None:
-    def trial(longest_s: float) -> tuple[int, Times]:
-        """How many steps it takes, and what one takes."""
-        local = SimpleNamespace(is_starting=True)
-        averager = SimpleNamespace(local=local, round=2)
-        active: Any = SimpleNamespace(layer_fusion=None, averager=averager, to_local_steps=lambda candidate: None)
-        trial_of = between_steps._take_local_steps(active, LOCAL2, longest_s)
-        return to_its_end(trial_of, lambda steps: vars(local).update(is_starting=steps < 20))
-
-    first = between_steps.TAKING_OVER + between_steps.GLANCE
-    assert trial(longest_s=1.9) == (first, Times(2.0, 0.5))
-    assert trial(longest_s=2.1) == (20 + between_steps.SETTLING + between_steps.TIMED, Times(1.0, 0.5))
-
-
-def test_steps_are_far_too_long_where_a_quarter_more_would_be_as_soon_as_what_was_measured() -> None:
-    chooser = Chooser(ls.Auto(), local=True)
-    assert chooser.longest_s(0.25) == float("inf")
-    chooser.forecasts = [expected(0.2, 1.0), replace(expected(0.1, 0.7), candidate=LOCAL2)]
-    chooser.chosen = chooser.forecasts[1]
-    assert chooser.longest_s(0.25) == float("inf")
-    chooser._looks = {DENSE: [0.2]}
-    assert chooser.longest_s(0.25) == pytest.approx(1.25 * 0.2 / chooser.chosen.more_steps)

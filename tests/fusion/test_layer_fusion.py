@@ -145,9 +145,8 @@ def test_auto_chooses_also_after_a_warmup(
         return given, sums_s
 
     monkeypatch.setattr(Chooser, "start", begin)
-    monkeypatch.setattr(chooser, "soonest", lambda forecasts, *_, **__: forecasts[-1])
     monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01)
-    auto = ls.Auto((ls.SkipReduce(), ls.Candidate(ls.TopK(density=0.5), "float32")), start=start)
+    auto = ls.Auto((ls.Candidate(ls.TopK(density=0.5), "float32"),), start=start, at_most=None)
     training = Training(auto, backwards, warmup)
     chosen = [n for n in training.passes(2 * STEPS_MEASURED + 4) if compressors_at_work(training) == {"TopK"}]
     measured_from = -(-warmup // backwards)
@@ -169,10 +168,9 @@ def test_the_rate_of_a_far_link_is_measured_after_the_first_step(
     monkeypatch.setattr(between_steps, "is_far", lambda latency_s: True)
     monkeypatch.setattr(between_steps, "measure_link", measure)
     monkeypatch.setattr(Chooser, "start", lambda *_: pytest.fail("the link alone decides with what it begins"))
-    monkeypatch.setattr(chooser, "soonest", lambda forecasts, *_, **__: forecasts[-1])
     monkeypatch.setattr(Timeline, "span_s", lambda self: 0.01)
     monkeypatch.setattr(Measured, "sums_s", sums_s)
-    training = Training(ls.Auto((ls.SkipReduce(), ls.Candidate(ls.TopK(density=0.5), "float32"))))
+    training = Training(ls.Auto((ls.Candidate(ls.TopK(density=0.5), "float32"),)))
     chosen = [n for n in training.passes(STEPS_MEASURED) if compressors_at_work(training) == {"TopK"}]
     assert (measured_after, chosen[0]) == ([sum(GLIMPSE)], steps)
 
@@ -195,12 +193,10 @@ def test_where_auto_would_never_choose_it_is_refused(make: Callable[[], object],
 
 
 def test_candidates_may_have_momentum_as_the_error_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chooser, "soonest", lambda forecasts, *_, **__: forecasts[-1])
     # A Mirror makes no forecasts, so that this rank makes all.
     monkeypatch.setattr(chooser, "_shared", lambda averager, candidates, forecast: [forecast(c) for c in candidates])
     candidates = tuple(ls.MomentumCorrection(0.9, c) for c in (ls.Dense(), ls.TopK(density=0.5)))
-    choices = [ls.Candidate(each, "float32") for each in candidates]
-    training = Training(ls.Auto(choices, start=candidates[0]))
+    training = Training(ls.Auto((ls.Candidate(candidates[1], "float32"),), start=candidates[0]))
     list(training.passes(STEPS_MEASURED + 4))
     assert training.averager.compressors == [candidates[1]]
 

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
 from lightning_sparse.auto.chooser import Chooser
-from lightning_sparse.engine.averager import Averager
 from lightning_sparse.engine.bucket import Report
 from tests.support.models import Does, Small, data, small, trainer, weights
 from tests.support.processes import Ranks
@@ -253,14 +252,14 @@ class Wide(Small):
 
 def choose(rank: int, size: int) -> Any:
     """Weights at the end, and what was chosen and expected, over and over."""
-    said, note = [], Chooser.note
+    said, choose_next = [], Chooser.next
 
-    def noting(chooser: Chooser, averager: Averager, step_s: float) -> ls.Candidate:
-        found = note(chooser, averager, step_s)
+    def noting(chooser: Chooser) -> ls.Candidate | None:
+        found = choose_next(chooser)
         said.append((str(found), [(f.step_s, f.ranks, f.delivered, f.staleness) for f in chooser.forecasts]))
         return found
 
-    Chooser.note = noting  # type: ignore[method-assign]
+    Chooser.next = noting  # type: ignore[method-assign]
     torch.manual_seed(0)
     model = Wide()
     trainer(ls.SparseDDPStrategy("sparse_auto", local_group=2), size, max_steps=120).fit(model, data(120, size))

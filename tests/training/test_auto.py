@@ -92,7 +92,6 @@ def _there_and_back(rank: int, size: int) -> Any:
     merged: list[tuple[Tensor, Tensor]] = []
     between_steps.SETTLING, between_steps.TIMED, between_steps.WATCHED = 0, 3, 1
     Averager.messages = lambda self: partial(float, 1 if self.steps < CHANGES_BACK else 99)  # type: ignore[method-assign]
-    Chooser.note = lambda self, averager, step_s: LOCAL  # type: ignore[method-assign]
     between_steps.is_far = lambda latency_s: False  # also where a busy machine's first message takes long
     Chooser.start = lambda self, averager, costs, given: (given, 0.0)  # type: ignore[method-assign]  # one step tells too little
 
@@ -122,13 +121,11 @@ def test_a_checkpoint_of_local_steps_that_are_no_candidate_any_more_goes_on_with
 def _other_candidates(rank: int, size: int, path: Path) -> Any:
     """The engine that wrote a checkpoint, those that went on from it, and the weights at the end."""
     between_steps.SETTLING, between_steps.TIMED = 0, 3
-    note, Chooser.note = Chooser.note, lambda self, averager, step_s: LOCAL  # type: ignore[method-assign]
     steps = FIRST + 8
     run = trainer(auto(LOCAL), size, check_every=0, max_steps=steps)
     run.fit(Small(), data(steps, size))
     run.save_checkpoint(path)
     before = type(run.strategy.averager).__name__  # type: ignore[attr-defined]
-    Chooser.note = note  # type: ignore[method-assign]
     watch = Watch()
     run = trainer(auto(ls.Candidate(ls.Dense(), "int4")), size, max_steps=2 * steps, callbacks=[watch])
     model = Small()

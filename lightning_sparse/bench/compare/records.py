@@ -154,7 +154,7 @@ def advise_on(
         measured: candidates whose steps were.
     """
     dense = next(f for f in forecasts if f.candidate == EXACT)
-    chosen = chosen or soonest([f for f in forecasts if f.delivered is not None], Auto.at_most).candidate
+    chosen = chosen or soonest([f for f in forecasts if f.delivered is not None], Auto.at_most)[0].candidate
     found = [Advice("ddp", dense.buckets_s, dense.sent_bytes, dense.limit, 1.0, 0.0, 1.0, False)]
     for f in forecasts:
         more = None if f.delivered is None else f.more_steps

@@ -235,7 +235,7 @@ class _Enough(Callback):
         del args
         hook = _hook(trainer)
         if hook and hook.chooser:
-            trainer.should_stop = hook.chooser.is_settled
+            trainer.should_stop = hook.chooser.chosen is not None
         else:
             trainer.should_stop = len(self._probe.steps) >= self._steps
 
