@@ -60,7 +60,7 @@ def choose_and_watch(active: ActiveAverager, chooser: Chooser, chosen: bool) -> 
             except NoClock:  # on every rank
                 if active.layer_fusion is not None:
                     active.layer_fusion.averager.take_record()  # which nobody reads now
-                rank_zero_warn("sparse_auto: no rank could tell the time; training goes on as it began.")
+                rank_zero_warn("lightning_sparse: no rank could tell the time; training goes on as it began.")
             same_as_before = before == active.chosen and was and active.usual and not was.have_changed(active.usual)
             steps = min(2 * steps, MOST_WATCHED) if same_as_before else WATCHED
         if active.layer_fusion is not None:
@@ -165,6 +165,6 @@ def _watch_local_steps(active: ActiveAverager, steps: int) -> BetweenSteps[None]
     yield from _settle(active)
     before, now = yield from until_changed(active.averager, steps, active.usual, active.link)
     rank_zero_info(
-        f"sparse_auto: messages take {1e3 * now.messages_s:.0f} ms in a step, no longer "
+        f"lightning_sparse: messages take {1e3 * now.messages_s:.0f} ms in a step, no longer "
         f"{1e3 * before.messages_s:.0f} ms; choosing anew."
     )

@@ -8,7 +8,7 @@ from functools import partial
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_sparse.auto.forecast import Forecast, forecast_of, likely, loss_above
+from lightning_sparse.auto.forecast import Forecast, forecast_of, loss_above, steps_alone
 from lightning_sparse.auto.policy import Auto, Candidate
 from lightning_sparse.auto.trial import try_on
 from lightning_sparse.auto.trials import Trials
@@ -56,10 +56,12 @@ class Chooser:
 
     Attributes:
         chosen: of what training goes on with; None until it is chosen.
+        alone: seconds of a step of one member alone, and how many times as many it needs to the same loss.
     """
 
     def __init__(self, auto: Auto, local: bool) -> None:
         self.chosen: Forecast | None = None
+        self.alone = 0.0, 1.0
         self._auto, self._candidates = auto, auto.choices
         self._expected: dict[Candidate, Forecast] = {}
         self._trials: Trials | None = None
@@ -69,7 +71,7 @@ class Chooser:
     def forbid_local_steps(self, reason: str = "") -> None:
         """Choose among candidates that average gradients from now on; say so once if there is a ``reason``."""
         if reason and any(each.local_steps for each in self._candidates):
-            rank_zero_info(f"sparse_auto: local steps are no candidates with {reason}.")
+            rank_zero_info(f"lightning_sparse: local steps are no candidates of sparse_auto with {reason}.")
         self._candidates = [each for each in self._candidates if not each.local_steps] or [EXACT]
 
     def candidate(self, text: str) -> Candidate | None:
@@ -107,17 +109,18 @@ class Chooser:
             costs: of groups on the link.
             record: of this rank's gradients.
         """
-        self.chosen, self._computing_s = None, measured.computing_s
+        self.chosen = None
         expected = _shared(averager, self._candidates, partial(forecast_of, measured=measured, costs=costs))
         self._expected = {f.candidate: f for f in expected}
         own, weights = record.gradients(), record.weights()
         rows = averager.lanes.on_first(lambda lane: lane.comm.all_gather(own.flatten().bfloat16()).wait())
         gradients = rows[:RANKS].float().unflatten(1, own.shape)  # of the members, which recorded the same slices
+        elements = sum(parameter.numel() for parameter in costs.parameters.values())
+        self.alone = measured.computing_s + costs.inside.seconds(elements), steps_alone(gradients, costs.size)
         allowed = [f.candidate for f in soonest(expected, self._auto.at_most)]
         untried = [c for c in allowed if self._expected[c].delivered is None]
         found = _shared(averager, untried, lambda c: tried(self._expected[c], gradients, weights))
         self._expected |= {f.candidate: f for f in found}
-        elements = sum(parameter.numel() for parameter in costs.parameters.values())
         back_s = STATES * traffic("all_reduce", 4 * elements, costs.size) * costs.link.s_per_byte
         self._trials = Trials(soonest([self._expected[c] for c in allowed], self._auto.at_most), back_s)
 
@@ -138,21 +141,37 @@ class Chooser:
 
     def _announce(self, best: Forecast) -> None:
         """Say what was chosen, and why."""
-        takes_s, least, most = (1e3 * best.step_s * more for more in (best.more_steps, *likely(best.more_steps)))
+        alone_s = min(self.alone[0], best.step_s)
         rank_zero_info(
-            f"sparse_auto: training goes on with {best.candidate}, whose step takes {1e3 * best.step_s:.0f} ms; one "
-            f"that sends next to nothing would take {1e3 * min(self._computing_s, best.step_s):.0f} ms."
+            f"lightning_sparse: sparse_auto goes on with {best.candidate}. A step takes {1e3 * best.step_s:.0f} ms, "
+            f"and would take {1e3 * alone_s:.0f} ms if it sent nothing."
         )
-        rank_zero_info(
-            f"sparse_auto: the loss of 1,000 steps of dense training is expected after {1e3 * best.more_steps:,.0f} "
-            f"steps, {takes_s:.0f} s ({least:.0f} to {most:.0f}){self._instead(best)}."
+        rank_zero_info(f"lightning_sparse: {self._why(best)}{self._left_out(best)}")
+
+    def _why(self, best: Forecast) -> str:
+        """Compare with float32 sums, or where these are the best with what would come next."""
+        of = {f.candidate: f for f in self.forecasts}
+        others = [f for f in soonest(self.forecasts, self._auto.at_most) if f != best]
+        exact = of.get(EXACT)
+        if exact is None or exact == best:
+            parts = ["these are the sums of ddp"] * bool(exact) + [_beside(each, best) for each in others[:1]]
+            return f"{'; '.join(parts).capitalize()}." if parts else "There is nothing else to choose."
+        return (
+            f"It is expected to need {1e3 * best.more_steps:,.0f} steps for the loss that ddp has after 1,000; "
+            f"{_beside(exact, best)}."
         )
 
-    def _instead(self, best: Forecast) -> str:
-        """Say what would come next, and what ``at_most`` costs in time, if it does."""
-        others = [f for f in soonest(self.forecasts, self._auto.at_most) if f != best and f.delivered is not None]
-        free = soonest([f for f in self.forecasts if f.delivered is not None])[0]
-        said = f"; with {others[0].candidate} after {1e3 * others[0].seconds:.0f} s" if others else ""
-        if free.seconds < best.seconds and free not in others:
-            said += f"; without at_most={self._auto.at_most:g} with {free.candidate} after {1e3 * free.seconds:.0f} s"
-        return said
+    def _left_out(self, best: Forecast) -> str:
+        """Name what would be sooner, if ``at_most`` leaves it out."""
+        free = soonest(self.forecasts)[0]
+        if not free.seconds < best.seconds or loss_above(free.more_steps) <= (self._auto.at_most or 0):
+            return ""
+        return (
+            f" Left out, since its loss after as many steps is expected {loss_above(free.more_steps):.0%} above ddp's: "
+            f"{_beside(free, best)}."
+        )
+
+
+def _beside(other: Forecast, best: Forecast) -> str:
+    part = other.seconds / best.seconds - 1
+    return f"{other.candidate} would take {abs(part):.0%} {'longer' if part > 0 else 'less'}"

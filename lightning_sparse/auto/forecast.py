@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.compressors import Dense
@@ -143,6 +144,26 @@ def more_steps(delivered: float, staleness: float, ranks: int, local_steps: int)
     if local_steps:
         return LOCAL * math.pow(max(1.0, ranks * max(local_steps, staleness) / AS_DENSE), OF_LOCAL)
     return math.exp(OF_UNSENT * (1 - delivered))
+
+
+def steps_alone(gradients: Tensor, size: int) -> float:
+    """Return how many times as many steps one member alone needs to the same loss as ``size`` of them, 1 to ``size``.
+
+    At a batch B the steps needed are proportional to 1 + N / B, where N is the gradient noise scale of McCandlish et
+    al., "An Empirical Model of Large-Batch Training" (2018), section 2.2, by the simple estimate of appendix A.1.  It
+    grows while the loss falls, so that later in a training one member alone needs more.
+
+    Args:
+        gradients: [R, T, m], of R members in T steps.
+        size: P.
+    """
+    members = len(gradients)
+    if members == 1:
+        return 1.0
+    of_one, of_mean = (float(x.double().square().sum(-1).mean()) for x in (gradients, gradients.mean(0)))
+    noise = max(of_one - of_mean, 0.0) / (1 - 1 / members)  # of the gradient of one batch, as its squared length
+    signal = max(of_mean - noise / members, 0.0)
+    return (signal + noise) / (signal + noise / size) if noise else 1.0
 
 
 def likely(more: float) -> tuple[float, float]:

@@ -2,9 +2,11 @@
 
 import gc
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,7 +15,8 @@ from lightning_sparse.auto.between_steps import choose_and_watch, measure_link_o
 from lightning_sparse.auto.chooser import Chooser
 from lightning_sparse.auto.policy import Auto
 from lightning_sparse.checks import is_list, is_number
-from lightning_sparse.compressors import Compressor
+from lightning_sparse.compressors import Compressor, Dense
+from lightning_sparse.fusion.layer_fusion import is_worth_planning
 from lightning_sparse.fusion.steps import BetweenSteps, Times
 from lightning_sparse.local_steps.optimizers import why_not_alone
 from lightning_sparse.network.comm import Comm
@@ -181,9 +184,16 @@ def tuning_loop_of(
     ``policy`` is what chooses, if anything does, among local steps too if it ``may_choose_local``: only where somebody
     shows their average.
     """
+    is_small = policy is not None and not is_worth_planning(parameters)
+    if is_small:
+        config = replace(config, compressor=Dense())
     active = ActiveAverager(ddp, parameters, config, groups, scaler, ranks)
     alone = active.averager.size == 1  # with nobody to send to
-    chooser = None if policy is None or alone else Chooser(policy, may_choose_local)
+    if is_small and not alone:
+        rank_zero_info(
+            "lightning_sparse: sparse_auto sums gradients in float32, as ddp does: so few parameters are sent at once."
+        )
+    chooser = None if policy is None or alone or is_small else Chooser(policy, may_choose_local)
     if chooser:
         gc.collect()  # of all that was imported: choosing would set it off, on one rank after the other, 0.3 s each
     return TuningLoop(active, chooser, config.warmup_steps)

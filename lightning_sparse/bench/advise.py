@@ -1,6 +1,7 @@
 """``lightning-sparse advise``: a few steps of a user's model, between real ranks or alone with a link as given."""
 
 import logging
+import math
 import multiprocessing
 import os
 import time
@@ -19,8 +20,8 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_sparse.auto.chooser import BFLOAT16, EXACT, tried
-from lightning_sparse.auto.forecast import forecast_of
-from lightning_sparse.auto.policy import CANDIDATES
+from lightning_sparse.auto.forecast import forecast_of, loss_above, steps_alone
+from lightning_sparse.auto.policy import CANDIDATES, Auto
 from lightning_sparse.auto.trial import ELEMENTS
 from lightning_sparse.bench.cluster import ClusterError, ClusterSpec, parse
 from lightning_sparse.bench.compare.records import Advice, advise_on
@@ -29,14 +30,14 @@ from lightning_sparse.bench.compare.schedule import Schedule
 from lightning_sparse.bench.compare.strategies import ADVISE
 from lightning_sparse.bench.compare.worker import QUIET
 from lightning_sparse.bench.compare.workloads import workload_named
-from lightning_sparse.bench.output import known, new_progress, new_table
+from lightning_sparse.bench.output import ms, new_progress, new_table
 from lightning_sparse.compressors import Dense
 from lightning_sparse.fusion.costs import RANKS, GroupCosts, Now
 from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.fusion.steps import BetweenSteps, PassCounts, measure_steps
 from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.monitor.tables import human_bytes
-from lightning_sparse.network.costs import Link
+from lightning_sparse.network.costs import Inside, Link
 from lightning_sparse.settings import counted
 from lightning_sparse.trainer.strategy import SparseDDPStrategy
 from lightning_sparse_cli import Advise
@@ -50,6 +51,7 @@ STEPS = sum(COUNTS)
 STEPS_OF_DDP = 1000  # Whose loss others are expected to reach in so many seconds.
 MOST_STEPS = 100  # in which sparse_auto must have chosen
 NOISE = 0.05  # Part by which something must be sooner than plain DDP to be named.
+HOOK = "Trainer(strategy=DDPStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook))"
 BUSY = 1.5  # programs for each core, this one among them
 
 
@@ -91,12 +93,14 @@ def _measure(options: Advise) -> tuple[list[Advice], str]:
     assert last.run is not None
     if not last.run.advices:
         raise ValueError("nothing to advise: the model is too small to plan, or no rank could measure times.")
-    ddp, *others = (Advice(**each) for each in last.run.advices)
+    ddp, alone, *others = (Advice(**each) for each in last.run.advices)
     ddp = replace(ddp, step_s=median(step.s for step in dense.timed), measured=True)
+    if ddp.ranks != dense.hosts:
+        alone = replace(alone, name="one rank alone")
     cluster = schedule.cluster
     if options.emulate and (spec := parse(options.emulate)).ranks > spec.hosts:
         cluster = f"{cluster}, {_where(spec.ranks, spec.hosts)}"
-    return [ddp, *others], f"{cluster}, measured between ranks"
+    return [ddp, alone, *others], f"{cluster}, measured between ranks"
 
 
 def _where(ranks: int, hosts: int) -> str:
@@ -109,12 +113,15 @@ def _where(ranks: int, hosts: int) -> str:
 def predict(model: str, link: str) -> list[Advice]:
     """Return advice from steps of one process here, and messages that take what they would on ``link``.
 
-    It trains in a process of its own, since a training leaves a process group and environment variables behind. A
-    ValueError for hosts of several ranks: some of their messages do not pass the link.
+    The ranks of a host are taken to act as one, and their sums among themselves to take no time.  It trains in a
+    process of its own, since a training leaves a process group and environment variables behind.
+
+    Raises:
+        ValueError: for hosts of different numbers of ranks.
     """
     cluster = parse(link)
-    if cluster.ranks > cluster.hosts:
-        raise ValueError(f"--link must be of hosts with one rank each; got {link!r}. Measure: --emulate {link}")
+    if len(set(cluster.local_sizes)) > 1:
+        raise ValueError(f"--link must be of hosts with equally many ranks; got {link!r}. Give '2x4x1gbit', say.")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as apart:
         return apart.submit(_in_one_process, model, cluster).result()
 
@@ -148,11 +155,13 @@ def advices(
 
     Candidates are tried on ``gradients`` [R, T, m], with the ``weights`` [m] of the same elements.
     """
-    costs = GroupCosts(parameters, Link(cluster.hop_s, cluster.s_per_byte), cluster.hosts, now=now)
+    local_size = cluster.local_sizes[0]  # ranks that send at once on the link of their host
+    link = Link(cluster.hop_s, local_size * cluster.s_per_byte)
+    costs = GroupCosts(parameters, link, cluster.hosts, now=now, inside=Inside(local_size))
     with Progress(transient=True) as progress:
         candidates = progress.track(CANDIDATES, description="Trying candidates on the model's gradients")
         found = [tried(forecast_of(candidate, measured, costs), gradients, weights) for candidate in candidates]
-    return advise_on(found)
+    return advise_on(found, (measured.computing_s, steps_alone(gradients, cluster.hosts)))
 
 
 class _Profile(Callback):
@@ -185,43 +194,42 @@ class _Profile(Callback):
 
 
 def table(advices: Sequence[Advice], title: str) -> Table:
-    """Show DDP first, then what is soonest at a loss; the one to use in bold."""
-    result = new_table(title, "strategy", "step", "to loss", "delivered", "stale", "sends")
-    result.add_column("waits for")
+    """Show what is soonest at a loss first, and what to use in bold."""
+    result = new_table(title, "strategy", "step", "steps", "to loss", "a rank sends")
+    result.add_column("waits for", no_wrap=True)
     result.columns[0].no_wrap = True
-    result.caption = f"to loss: seconds to what ddp reaches in {STEPS_OF_DDP:,} steps; ~: expected, not measured"
-    ddp, *others = advices
-    for a in [ddp, *sorted(others, key=lambda a: (a.seconds, a.step_s))]:
+    result.caption = (
+        f"steps: expected to the loss that ddp has after {STEPS_OF_DDP:,}; to loss: a step times these; ~: a step that "
+        "was predicted, not measured"
+    )
+    for a in sorted(advices, key=lambda a: (a.seconds, a.step_s)):
         name = f"[bold]{a.name}[/bold]" if a.chosen else a.name
-        to_loss = f"{STEPS_OF_DDP * a.seconds:.0f} s" if a.more_steps else "-"
-        delivered, stale = known(a.delivered, "{:.0%}".format), known(a.staleness, "{:.1f}".format)
-        step = f"{'' if a.measured else '~'}{1e3 * a.step_s:.0f} ms"
-        result.add_row(name, step, to_loss, delivered, stale, human_bytes(a.sent_bytes), a.limit)
+        step, steps = f"{'' if a.measured else '~'}{ms(a.step_s)}", f"{STEPS_OF_DDP * a.more_steps:,.0f}"
+        result.add_row(name, step, steps, f"{STEPS_OF_DDP * a.seconds:,.0f} s", human_bytes(a.sent_bytes), a.limit)
     return result
 
 
 def words(advices: Sequence[Advice], busy: str = "") -> list[str]:
-    """Write the recommendation, what it gains and costs, and what to paste; before them, what else is to be known."""
-    ddp, best = advices[0], next(a for a in advices if a.chosen)
-    doubt = [busy, ""] if busy else []
-    doubt += [SHARDED, ""] if ddp.sent_bytes > LARGE_BYTES else []
-    ddp_s, best_s = STEPS_OF_DDP * ddp.step_s, STEPS_OF_DDP * best.seconds
+    """Write whether several machines pay, what to use on them, what it gains and costs, and what to paste."""
+    ddp, alone, *candidates = advices
+    best = next(a for a in candidates if a.chosen)
+    paragraphs = [busy, SHARDED if ddp.sent_bytes > LARGE_BYTES else "", _of_one_machine(alone, ddp, best)]
+    lines = [line for paragraph in paragraphs if paragraph for line in (paragraph, "")]
+    ddp_s = STEPS_OF_DDP * ddp.step_s
     if best.name == str(EXACT) or ddp.step_s <= (1 + NOISE) * best.seconds:  # the former are sums as DDP's
-        return [
-            *doubt,
-            f"Do not compress: nothing is expected to be at the loss that plain DDP has after {STEPS_OF_DDP:,} steps, "
-            f"{ddp_s:.0f} s, more than {NOISE:.0%} sooner. Its step takes {1e3 * ddp.step_s:.0f} ms and waits for its "
-            f"{ddp.limit}. Use plain DDP:",
+        lines += [
+            f"Do not compress: on {_number(ddp, alone)} nothing is expected to be at the loss that plain DDP has after "
+            f"{STEPS_OF_DDP:,} steps, {ddp_s:,.0f} s, more than {NOISE:.0%} sooner. Its step takes {ms(ddp.step_s)} "
+            f"and waits for its {ddp.limit}. Use plain DDP:",
             "",
             "    Trainer(strategy='ddp')",
         ]
+        return lines + _left_out(ddp, candidates)
     least, most = (STEPS_OF_DDP * seconds for seconds in best.likely_s)
-    return [
-        *doubt,
+    lines += [
         f"Use sparse_auto, which chooses so by itself: {best.name}. It is expected to be at the loss that plain DDP "
-        f"has after {STEPS_OF_DDP:,} steps, {ddp_s:.0f} s, in {best_s:.0f} s ({least:.0f} to {most:.0f}): "
-        f"{ddp_s / best_s:.1f} times as soon. A step takes about {1e3 * best.step_s:.0f} ms in place of "
-        f"{1e3 * ddp.step_s:.0f}, and {STEPS_OF_DDP * (best.more_steps or 1):,.0f} steps are needed.",
+        f"has after {STEPS_OF_DDP:,} steps, {ddp_s:,.0f} s, in {STEPS_OF_DDP * best.seconds:,.0f} s ({least:,.0f} to "
+        f"{most:,.0f}): {1 - best.seconds / ddp.step_s:.0%} sooner.",
         "",
         "    import lightning_sparse as ls",
         "    Trainer(strategy='sparse_auto')",
@@ -230,6 +238,50 @@ def words(advices: Sequence[Advice], busy: str = "") -> list[str]:
         "or in a config file:",
         "",
         *(f"    {line}" for line in best.yaml.split("\n")),
+    ]
+    if best.name == str(BFLOAT16):
+        lines += ["", "On GPUs PyTorch's own hook does the same without this package:", "", f"    {HOOK}"]
+    return lines + _left_out(best, candidates)
+
+
+def _number(ddp: Advice, alone: Advice) -> str:
+    """Write "4 machines", or "4 ranks" where a machine has several."""
+    return counted(ddp.ranks, alone.name.split()[1])
+
+
+def _of_one_machine(alone: Advice, ddp: Advice, best: Advice) -> str:
+    """Say whether more machines pay, and from how many, or at what batch.
+
+    A step of one is taken to grow with its batch, and what others add to it to stay, whatever their number.
+    """
+    machines, times = ddp.ranks, min(best.seconds, ddp.step_s) / alone.step_s
+    number, what = _number(ddp, alone), alone.name.split()[1]
+    if machines == 1:
+        return ""
+    if times >= machines:
+        batch = (times - 1) / (machines - 1)
+        return (
+            f"Train on {alone.name}: a step of {number} takes {times:.1f} times as long, so that they are later even "
+            f"if it needs {machines} times as many steps. They may pay where the batch of each is {batch:.1f} times as "
+            f"large, or from {math.floor(times) + 1} {what}s."
+        )
+    begins = f"{alone.name.capitalize()} takes {ms(alone.step_s)} a step; {number} are sooner where it needs more than"
+    ends = f"in these steps it is {alone.more_steps:.1f}, and grows up to {machines} as the loss falls"
+    return f"{begins} {times:.1f} times as many steps: by the gradients {ends}."
+
+
+def _left_out(best: Advice, candidates: Sequence[Advice]) -> list[str]:
+    """Name what would be sooner than ``best``, and why it was not taken."""
+    least, at_most = min(candidates, key=lambda a: a.seconds), Auto.at_most or 0.0
+    if not least.seconds < best.seconds or loss_above(least.more_steps) <= at_most:
+        return []
+    return [
+        "",
+        f"{least.name} is expected to be {1 - least.seconds / best.seconds:.0%} sooner still, but its loss after as "
+        f"many steps {loss_above(least.more_steps):.0%} above plain DDP's; sparse_auto takes what is expected to be at "
+        f"most {at_most:.0%} above. To have it:",
+        "",
+        f"    {least.python}",
     ]
 
 

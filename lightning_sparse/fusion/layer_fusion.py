@@ -62,7 +62,7 @@ class LayerFusion:
     @property
     def is_worthwhile(self) -> bool:
         """Whether there is enough to send, and somebody to send it to."""
-        return self.averager.size > 1 and sum(p.numel() for p in self._parameters.values()) >= WORTH_PLANNING
+        return self.averager.size > 1 and is_worth_planning(self._parameters)
 
     @property
     def at_work(self) -> Compressor:
@@ -230,6 +230,11 @@ class LayerFusion:
         planned = averager.lanes.gather_text(planned)[0]
         groups = json.loads(planned) if planned else self.layout.groups
         return Layout(groups, compressor, plan)
+
+
+def is_worth_planning(parameters: Mapping[str, Tensor]) -> bool:
+    """Whether a gradient of ``parameters`` is large enough for several groups."""
+    return sum(parameter.numel() for parameter in parameters.values()) >= WORTH_PLANNING
 
 
 def check_clock(measured: Measured) -> None:

@@ -277,9 +277,15 @@ def test_a_limit_of_the_loss_is_kept_and_what_it_costs_is_said(monkeypatch: pyte
         said.clear()
         assert choose(look(monkeypatch, steps_ms, at_most), steps_ms)[-1] == best
         assert len(said) == 2
-        assert said[0].startswith(f"sparse_auto: training goes on with {best}, whose step takes ")
-        assert said[1].startswith("sparse_auto: the loss of 1,000 steps of dense training is expected after 1,0")
-        assert ("; without at_most=0 with 2 local steps, dense, int4 after 42 s" in said[1]) == (at_most == 0)
+        assert f"sparse_auto goes on with {best}. A step takes {steps_ms[best]:.0f} ms, and would take" in said[0]
+        if at_most == 0:
+            assert said[1].startswith(
+                "lightning_sparse: These are the sums of ddp. Left out, since its loss after as many"
+            )
+            assert said[1].endswith("1% above ddp's: 2 local steps, dense, int4 would take 58% less.")
+        else:
+            assert "It is expected to need 1,020 steps for the loss that ddp has after 1,000" in said[1]
+            assert said[1].endswith("; dense, float32 would take 139% longer.")
 
 
 def test_what_is_known_of_one_tells_of_the_others() -> None:

@@ -22,7 +22,7 @@ from lightning_sparse.bench.cluster import Cluster
 
 STRATEGIES = ("ddp", "ddp_int4", "ddp_sparse_auto")
 AT_MOST = 0.03  # by which a strategy's mean loss may lie above that of DDP
-CHOICE = re.compile(r"sparse_auto: training goes on with (.+), whose step")
+CHOICE = re.compile(r"sparse_auto goes on with (.+)\. A step takes")
 
 
 def on_loopback(argv: list[str]) -> Iterator[str]:

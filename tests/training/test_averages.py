@@ -336,7 +336,7 @@ def _not_alone(rank: int, size: int) -> Any:
     return said, kinds, dropped
 
 
-NO_CANDIDATES = "sparse_auto: local steps are no candidates with "
+NO_CANDIDATES = "local steps are no candidates of sparse_auto with "
 
 
 class Constant(L.LightningModule):

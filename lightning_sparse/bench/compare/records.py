@@ -1,7 +1,6 @@
 """What a benchmark measures and says: a step, a training, a strategy's turn in a round, and advice on a candidate."""
 
 import json
-import math
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -123,42 +122,48 @@ class Advice:
     step_s: float  # seconds of a step
     sent_bytes: float  # of a rank in a step
     limit: str  # what the step waits for at its end: "backward", "compression" or "network"
-    delivered: float | None  # the part of what is unsent that a step delivers, where it was tried
-    staleness: float | None  # steps after which a gradient arrives
-    more_steps: float | None  # times as many steps as dense training to a loss
-    chosen: bool
+    more_steps: float  # times as many steps as dense training to a loss; at least, where it was not tried
+    ranks: int  # P, or the number of members
+    chosen: bool = False
     measured: bool = False  # the step, and not only expected
     python: str = ""  # to paste
     yaml: str = ""
 
     @property
     def seconds(self) -> float:
-        """Expected to a loss, for each step that dense training needs; infinite where it was not tried."""
-        return math.inf if self.more_steps is None else self.step_s * self.more_steps
+        """Expected to a loss, for each step that dense training needs."""
+        return self.step_s * self.more_steps
 
     @property
     def likely_s(self) -> tuple[float, float]:
         """The least and the most of them that a task may need."""
-        least, most = likely(self.more_steps or math.inf)
+        least, most = likely(self.more_steps)
         return self.step_s * least, self.step_s * most
 
 
 def advise_on(
-    forecasts: Sequence[Forecast], chosen: Candidate | None = None, measured: Container[Candidate] = ()
+    forecasts: Sequence[Forecast],
+    alone: tuple[float, float],
+    chosen: Candidate | None = None,
+    measured: Container[Candidate] = (),
 ) -> list[Advice]:
-    """Return a row for DDP, and one for each candidate; those that cannot be soonest were not tried.
+    """Return a row for DDP, one for a machine alone, and one for each candidate.
 
     Args:
         forecasts: one of each candidate that was looked at, float32 sums among them.
+        alone: seconds of a step of one machine, and how many times as many it needs.
         chosen: one of them; None: the one that is expected to be soonest at a loss.
         measured: candidates whose steps were.
     """
     dense = next(f for f in forecasts if f.candidate == EXACT)
     chosen = chosen or soonest([f for f in forecasts if f.delivered is not None], Auto.at_most)[0].candidate
-    found = [Advice("ddp", dense.buckets_s, dense.sent_bytes, dense.limit, 1.0, 0.0, 1.0, False)]
+    step_s, more = alone
+    found = [
+        Advice("ddp", dense.buckets_s, dense.sent_bytes, dense.limit, 1.0, dense.ranks),
+        Advice("one machine alone", step_s, 0.0, "nothing", more, 1),
+    ]
     for f in forecasts:
-        more = None if f.delivered is None else f.more_steps
-        expected = f.step_s, f.sent_bytes, f.limit, f.delivered, f.staleness, more
+        expected = f.step_s, f.sent_bytes, f.limit, f.more_steps, f.ranks
         of_whom = f.candidate == chosen, f.candidate in measured
         found.append(Advice(str(f.candidate), *expected, *of_whom, *to_paste(f.candidate)))
     return found

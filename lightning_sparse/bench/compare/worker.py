@@ -191,8 +191,8 @@ def _fit(turn: Turn, waiting: Iterator[int]) -> MeasuredRun:
     on_cuda = device.type == "cuda"
     hook, advices = _hook(trainer), []
     plan = hook.layer_fusion.plan if hook and hook.layer_fusion else None
-    if hook and hook.chooser and hook.chooser.chosen:
-        advices = advise_on(hook.chooser.forecasts, hook.chooser.chosen.candidate, hook.chooser.measured)
+    if hook and (chooser := hook.chooser) and chooser.chosen:
+        advices = advise_on(chooser.forecasts, chooser.alone, chooser.chosen.candidate, chooser.measured)
     return MeasuredRun(
         device=torch.cuda.get_device_name(device) if on_cuda else "cpu",
         threads=torch.get_num_threads(),
