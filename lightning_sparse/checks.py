@@ -59,18 +59,16 @@ def check_switch(compressor: object, name: str) -> None:
         raise ValueError(f"{type(compressor).__name__}: {name} must be True or False; got {value!r}.")
 
 
-def checked_patterns(compressor: object, protect: object) -> tuple[str, ...]:
-    """``protect`` as a tuple, since a config file gives a list and settings are hashable.
+def checked_patterns(what: str, given: object) -> tuple[str, ...]:
+    """The patterns that were ``given`` as a tuple, since a config file gives a list and settings are hashable.
 
     Raises:
         ValueError: if it is a string, or anything else than strings.
     """
-    if is_names(protect):
-        return tuple(protect)
-    meant = [protect] if isinstance(protect, str) else ["*bias"]
-    raise ValueError(
-        f"{type(compressor).__name__}: protect must be a list of patterns; got {protect!r}. Write {meant!r}, say."
-    )
+    if is_names(given):
+        return tuple(given)
+    meant = [given] if isinstance(given, str) else ["*bias"]
+    raise ValueError(f"{what} must be a list of patterns; got {given!r}. Write {meant!r}, say.")
 
 
 def is_number(value: object) -> bool:

@@ -68,6 +68,7 @@ class SparseDDPStrategy(_Hooked[SparseHook], DDPStrategy):
         warmup_steps: dense steps first.
         local_group: ranks that act as one.
         local_steps: H, optimizer steps of each rank between two averages of the same weight.
+        exact: patterns of names of parameters that are summed in float32.
         **kwargs: everything ``lightning.fabric.strategies.DDPStrategy`` takes.
 
     Raises:
@@ -83,6 +84,7 @@ class SparseDDPStrategy(_Hooked[SparseHook], DDPStrategy):
         warmup_steps: int = 0,
         local_group: int | str = AUTO,
         local_steps: int | LocalSteps = 0,
+        exact: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
         options = Options.of(
@@ -92,6 +94,7 @@ class SparseDDPStrategy(_Hooked[SparseHook], DDPStrategy):
             warmup_steps=warmup_steps,
             local_group=local_group,
             local_steps=local_steps,
+            exact=exact,
         )
         self.options, kwargs = options.beside_ddp(kwargs, super().__init__)
         super().__init__(**kwargs)
@@ -146,6 +149,7 @@ class SparseHSDPStrategy(OnMesh, _Hooked[ShardedHook], ModelParallelStrategy):
         replicate_size: R; "auto": the nodes.
         shard_size: S; "auto": the devices of a node.
         local_steps: H, optimizer steps of each replica between two averages of the same weight.
+        exact: patterns of names of parameters that are summed in float32.
         **kwargs: everything else that ``lightning.fabric.strategies.ModelParallelStrategy`` takes.
 
     Raises:
@@ -161,9 +165,10 @@ class SparseHSDPStrategy(OnMesh, _Hooked[ShardedHook], ModelParallelStrategy):
         replicate_size: int | Literal["auto"] = "auto",
         shard_size: int | Literal["auto"] = "auto",
         local_steps: int | LocalSteps = 0,
+        exact: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
-        self.options = options_of(compressor, wire_dtype, warmup_steps, local_steps=local_steps)
+        self.options = options_of(compressor, wire_dtype, warmup_steps, local_steps=local_steps, exact=exact)
         self._set_sizes(replicate_size, shard_size)
         super().__init__(parallelize_fn, **kwargs)
         self._hooks: list[weakref.ref[ShardedHook]] = []

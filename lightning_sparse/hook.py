@@ -57,6 +57,7 @@ class SparseHook:
         local_steps: H, or :class:`LocalSteps`: exchange what the optimizers did, not gradients.
         bucket_bytes: of float32 gradient in a group with ``fusion="bucket"``.
         local_group: which ranks are a member together, as for ``SparseDDPStrategy``.
+        exact: patterns of names of parameters that are summed in float32.
         process_groups: with a time limit of their own.
 
     Raises:
@@ -81,6 +82,7 @@ class SparseHook:
         local_steps: int | LocalSteps = 0,
         bucket_bytes: int = BUCKET_BYTES,
         local_group: int | str = AUTO,
+        exact: Sequence[str] = (),
         process_groups: ProcessGroups | None = None,
     ) -> None:
         if fusion is None:
@@ -93,6 +95,7 @@ class SparseHook:
             local_steps=local_steps,
             bucket_bytes=bucket_bytes,
             local_group=local_group,
+            exact=exact,
         )
         check_has_ranks(ddp)
         options.agree(ddp.module, TorchComm(ddp.process_group), ddp.find_unused_parameters, scaler)

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.auto.active_averager import AveragingConfig
 from lightning_sparse.auto.policy import Auto, by_name
 from lightning_sparse.checkpoint.state import RESIDUALS
-from lightning_sparse.checks import check_one_of, check_whole, is_number
+from lightning_sparse.checks import check_one_of, check_whole, checked_patterns, is_number
 from lightning_sparse.compressors import COMPRESSORS, Compressor, MomentumCorrection, Warmup
-from lightning_sparse.compressors.wrappers import Wrapper, rounded
+from lightning_sparse.compressors.wrappers import Wrapper, exact_for, rounded
 from lightning_sparse.engine.ddp_checks import check_trains
 from lightning_sparse.engine.groups import BUCKET_BYTES, check_fusion, hand_over_bytes
 from lightning_sparse.local_steps.settings import LocalSteps
@@ -57,6 +57,7 @@ class Options:
     bucket_bytes: int = BUCKET_BYTES
     local_steps: int | LocalSteps | None = 0  # None, or whole, once validated
     elastic: bool | Elastic | None = None  # None, or whole, once validated
+    exact: tuple[str, ...] = ()  # patterns of names; any sequence, until validated
 
     @classmethod
     def of(cls, compressor: Compressor | Auto | str, fusion: str | Sequence[str], **others: Any) -> "Options":
@@ -72,6 +73,7 @@ class Options:
         default = "float32" if isinstance(self.compressor, Auto) else self.compressor.default_wire_dtype
         wire_dtype = default if self.wire_dtype is None else self.wire_dtype
         object.__setattr__(self, "wire_dtype", wire_format(wire_dtype).name)  # whichever of its names was given
+        object.__setattr__(self, "exact", checked_patterns("exact", self.exact))
         if self.policy:
             self._check_auto()
         check_whole("warmup_steps", self.warmup_steps, 0, "Give a number of dense steps, 0 for none.")
@@ -107,7 +109,10 @@ class Options:
     @property
     def policy(self) -> Auto | None:
         """What chooses the compressor, if anything does."""
-        return self.compressor if isinstance(self.compressor, Auto) else None
+        if not isinstance(self.compressor, Auto):
+            return None
+        candidates = tuple(replace(each, exact=each.exact or self.exact) for each in self.compressor.choices)
+        return replace(self.compressor, candidates=candidates) if self.exact else self.compressor
 
     @property
     def may_be_local(self) -> bool:
@@ -150,7 +155,7 @@ class Options:
         compressor = self.compressor.start if isinstance(self.compressor, Auto) else self.compressor
         assert compressor is not None
         warmed_up = Warmup(self.warmup_steps, compressor) if self.warmup_steps else compressor
-        return rounded(warmed_up, self.wire_dtype)
+        return exact_for(self.exact, rounded(warmed_up, self.wire_dtype))
 
     @property
     def averaging_config(self) -> AveragingConfig:

@@ -111,6 +111,7 @@ def options_of(
     warmup_steps: int,
     residuals: str = "per_rank",
     local_steps: int | LocalSteps = 0,
+    exact: Sequence[str] = (),
 ) -> Options:
     """The options of a strategy for sharded models, validated."""
     is_chosen = isinstance(compressor, Auto) or compressor == "sparse_auto"
@@ -122,6 +123,7 @@ def options_of(
         warmup_steps=warmup_steps,
         residuals=residuals,
         local_steps=local_steps,
+        exact=exact,
     )
     if options.local and residuals == MEAN:
         raise ValueError(

@@ -4,11 +4,11 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from lightning_sparse.checks import check_whole, is_list, is_number
+from lightning_sparse.checks import check_whole, checked_patterns, is_list, is_number
 from lightning_sparse.compressors import COMPRESSORS, Compressor, Dense
 from lightning_sparse.compressors import by_name as compressor_by_name
 from lightning_sparse.compressors.base import check_settings
-from lightning_sparse.compressors.wrappers import rounded
+from lightning_sparse.compressors.wrappers import exact_for, rounded
 from lightning_sparse.settings import changed, counted, names_checked
 from lightning_sparse.wire import wire_format
 
@@ -28,6 +28,7 @@ class Candidate:
         compressor: what averages.
         wire_dtype: of values on the wire; None: the compressor's own.
         local_steps: H, optimizer steps of each rank between two averages of the same weight; 0: gradients are averaged.
+        exact: patterns of names of parameters that are summed in float32, in place of those of the strategy.
 
     Raises:
         ValueError: for a setting out of range, with the value and what is allowed.
@@ -37,18 +38,20 @@ class Candidate:
     compressor: Compressor
     wire_dtype: str | None = None  # a name, once validated
     local_steps: int = 0
+    exact: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check_compressor("Candidate", self.compressor)
         wire_dtype = self.compressor.default_wire_dtype if self.wire_dtype is None else self.wire_dtype
         object.__setattr__(self, "wire_dtype", wire_format(wire_dtype).name)
         check_whole("Candidate: local_steps", self.local_steps, 0)
+        object.__setattr__(self, "exact", checked_patterns("Candidate: exact", self.exact))
 
     @cached_property
     def averaging(self) -> Compressor:
         """What averages, in the wire format."""
         assert self.wire_dtype is not None
-        return rounded(self.compressor, self.wire_dtype)
+        return exact_for(self.exact, rounded(self.compressor, self.wire_dtype))
 
     @property
     def settings(self) -> dict[str, Any]:

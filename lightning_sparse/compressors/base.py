@@ -26,6 +26,7 @@ OPTIONS: dict[str, object] = {
     "local_group": "node",
     "local_steps": 16,
     "elastic": True,
+    "exact": ("*bias",),
 }
 
 

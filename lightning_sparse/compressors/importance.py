@@ -78,7 +78,7 @@ class ImportancePruning(Compressor):
         check_setting(self, "threshold", finite, "a finite number: float32 values are compared with it")
         check_setting(self, "eps", positive, "from 3e-39 to 3e38, where float32 ends: weights may be 0")
         check_seed(self, self.seed)
-        object.__setattr__(self, "protect", checked_patterns(self, self.protect))
+        object.__setattr__(self, "protect", checked_patterns("ImportancePruning: protect", self.protect))
 
     def reduce(self, group: Group, comm: Comm) -> Rounds:
         """Join the givers' masks, then sum the values there over all ranks."""

@@ -70,7 +70,7 @@ class SkipReduce(Compressor):
             elements = is_whole(getattr(self, name), least=0)
             check_setting(self, name, elements, "an integer, at least 0: a number of elements; 0 is none")
         check_seed(self, self.seed)
-        object.__setattr__(self, "protect", checked_patterns(self, self.protect))
+        object.__setattr__(self, "protect", checked_patterns("SkipReduce: protect", self.protect))
 
     @classmethod
     def as_published(cls, skip: float = 0.5, protect: tuple[str, ...] = ()) -> "SkipReduce":

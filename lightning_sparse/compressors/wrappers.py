@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sparse.checks import check_whole, is_number
+from lightning_sparse.checks import check_whole, is_number, matches
 from lightning_sparse.compressors.base import Compressor, Dense, Exact
 from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.named import by_name
@@ -103,8 +103,31 @@ def rounded(compressor: Compressor, wire_dtype: str) -> Compressor:
     return compressor if wire_dtype == "float32" else Rounded(compressor, wire_dtype)
 
 
+@dataclass(frozen=True)
+class ExactFor(Wrapper):
+    """``compressor``, but parameters whose names match one of the ``patterns`` are summed in float32."""
+
+    patterns: tuple[str, ...]
+    compressor: Compressor | str
+
+    def dense_variant(self) -> Compressor:
+        return without_format(self.wrapped.dense_variant())
+
+    def is_dense(self, name: str, elements: int) -> bool:
+        return matches(name, self.patterns) or self.wrapped.is_dense(name, elements)
+
+
+def exact_for(patterns: Sequence[str], compressor: Compressor) -> Compressor:
+    """``compressor`` with float32 sums where names match ``patterns``; itself without any, or if all sums are such."""
+    if not patterns or type_in_place(compressor) == torch.float32:
+        return compressor
+    return ExactFor(tuple(patterns), compressor)
+
+
 def without_format(compressor: Compressor) -> Compressor:
     """What :func:`rounded` was given, where its format is to be left out of a text."""
+    if isinstance(compressor, ExactFor):
+        return replace(compressor, compressor=without_format(compressor.wrapped))
     return compressor.wrapped if isinstance(compressor, Rounded) else compressor
 
 

@@ -2,7 +2,7 @@
 
 import shutil
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -94,9 +94,10 @@ class HSDPMixin(OnMesh, AveragingMixin, _Base):
         replicate_size: int | Literal["auto"] = "auto",
         shard_size: int | Literal["auto"] = "auto",
         local_steps: int | LocalSteps = 0,
+        exact: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
-        self.options = options_of(compressor, wire_dtype, warmup_steps, residuals, local_steps)
+        self.options = options_of(compressor, wire_dtype, warmup_steps, residuals, local_steps, exact)
         self._set_sizes(replicate_size, shard_size)
         # A config file names all that Lightning's strategy takes, "auto" where nothing was given.
         if unknown := [name for name, given in kwargs.items() if name not in GIVEN_TO_LIGHTNING and given != "auto"]:
@@ -232,6 +233,7 @@ class SparseHSDPStrategy(HSDPMixin, ModelParallelStrategy):
         shard_size: S; "auto": the devices of a node.
         local_steps: H, or :class:`LocalSteps`: each replica takes its own optimizer steps, and what they did to a shard
             is exchanged, a part of the parameters in H each step.  0: gradients are exchanged.
+        exact: patterns of names of parameters that are summed in float32.
         **kwargs: ``save_distributed_checkpoint``, ``process_group_backend`` and ``timeout`` of Lightning's
             ``ModelParallelStrategy``.
 

@@ -94,6 +94,7 @@ class SparseMixin(AveragingMixin, _Base):
         local_group: int | str = AUTO,
         local_steps: int | LocalSteps = 0,
         elastic: bool | Elastic = False,
+        exact: Sequence[str] = (),
         **ddp_kwargs: Any,
     ) -> None:
         options = Options.of(
@@ -105,6 +106,7 @@ class SparseMixin(AveragingMixin, _Base):
             local_group=local_group,
             local_steps=local_steps,
             elastic=elastic,
+            exact=exact,
         )
         self.options, ddp_kwargs = options.beside_ddp(ddp_kwargs, super().__init__)
         super().__init__(**ddp_kwargs)  # by this name: jsonargparse reads here where options go
@@ -322,6 +324,8 @@ class SparseDDPStrategy(SparseMixin, DDPStrategy):
             a part of the parameters in H each step.  0: gradients are exchanged.
         elastic: with ``local_steps``, True or :class:`Elastic`: every machine is a training of its own
             (``num_nodes=1``), one of several hosts that may end, stop and join at any time.
+        exact: shell-style patterns, such as ``("*norm*", "*bias")``, of names of parameters that are summed in float32,
+            whatever the compressor and the format.
         **ddp_kwargs: everything ``lightning.pytorch.strategies.DDPStrategy`` takes.
 
     Raises:

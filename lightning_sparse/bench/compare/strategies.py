@@ -190,6 +190,7 @@ class StrategySpec:
         of_local_steps = {f.name for f in fields(LocalSteps)} - {"steps"}
         self._check(options, [*of_compressor, *sorted((of_strategy | of_local_steps) - {"compressor", "ddp_kwargs"})])
         lists = {key for key, default in of_compressor.items() if isinstance(default, tuple)}
+        lists |= {"exact"} - of_compressor.keys()
         values: dict[str, Any] = {k: tuple(v.split("+")) if k in lists else _value(v) for k, v in options.items()}
         compressor = kind(**{key: values.pop(key) for key in options if key in of_compressor})
         if local := {key: values.pop(key) for key in options if key in of_local_steps}:
