@@ -8,13 +8,14 @@ from inspect import signature
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sparse.auto.active_averager import AveragingConfig
 from lightning_sparse.auto.policy import Auto, by_name
 from lightning_sparse.checkpoint.state import RESIDUALS
-from lightning_sparse.checks import check_one_of, check_whole, checked_patterns, is_number
+from lightning_sparse.checks import check_one_of, check_whole, checked_patterns, is_number, matches, uncompiled
 from lightning_sparse.compressors import COMPRESSORS, Compressor, MomentumCorrection, Warmup
 from lightning_sparse.compressors.wrappers import Wrapper, exact_for, rounded
 from lightning_sparse.engine.ddp_checks import check_trains
@@ -194,6 +195,13 @@ class Options:
             RuntimeError: on every rank, with the values that differ.
         """
         check_trains(module)
+        names = [uncompiled(name) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        for pattern in self.exact:
+            if not any(matches(name, [pattern]) for name in names):
+                rank_zero_warn(
+                    f"lightning_sparse: no parameter that is trained has a name that matches {pattern!r} of exact; "
+                    f"one is called {names[0]!r}."
+                )
         others = {"find_unused_parameters": bool(unused), "a scaler": scaler is not None}
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         agree(versions() | vars(self) | others | described(module), comm, device)

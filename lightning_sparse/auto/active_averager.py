@@ -20,7 +20,6 @@ from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.checkpoint.rank_local import in_order, set_tensors, tensors_everywhere
 from lightning_sparse.checks import class_names, uncompiled
 from lightning_sparse.compressors import Compressor, Dense
-from lightning_sparse.compressors.wrappers import without_format
 from lightning_sparse.elastic.averager import ElasticAverager
 from lightning_sparse.elastic.membership import LAYERS
 from lightning_sparse.engine.averager import Averager, lanes_of
@@ -287,7 +286,7 @@ def _dense_if_alone(compressor: Compressor, size: int) -> Compressor:
     """``compressor``, or among ``size`` = 1 members its dense form: there is nobody to send to."""
     if size > 1:
         return compressor
-    if not isinstance(named := without_format(compressor), Dense):
+    if not isinstance(named := compressor.unwrapped, Dense):
         rank_zero_warn(
             f"There is one rank, node or replica, and nobody to send to: {named} is not used, and every step "
             "updates all elements. Start more, or use strategy='auto'."

@@ -10,7 +10,7 @@ from lightning_sparse.compressors.random_k import RandomK
 from lightning_sparse.compressors.sketch_fusion import SketchFusion
 from lightning_sparse.compressors.skip_reduce import SkipReduce
 from lightning_sparse.compressors.top_k import TopK
-from lightning_sparse.compressors.wrappers import MomentumCorrection, Rounded, Warmup
+from lightning_sparse.compressors.wrappers import ExactFor, MomentumCorrection, Rounded, Warmup
 
 # A name here is a name of a strategy, and its class is tested for every law.
 COMPRESSORS |= {
@@ -29,6 +29,7 @@ __all__ = [
     "COMPRESSORS",
     "Compressor",
     "Dense",
+    "ExactFor",
     "ImportancePruning",
     "LowRank",
     "MiCRO",

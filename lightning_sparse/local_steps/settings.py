@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from lightning_sparse.checks import check_one_of, check_setting, check_switch, check_whole, is_number
-from lightning_sparse.compressors import Compressor, Dense, Rounded
+from lightning_sparse.compressors import Compressor, Dense, ExactFor, Rounded
 from lightning_sparse.settings import names_checked
 
 SECOND_MOMENTS = ("mean", "own")
@@ -90,8 +90,8 @@ class LocalSteps:
         if self.lead is not None:
             return self
         wire_dtype = ""
-        while isinstance(compressor, Rounded):
-            wire_dtype, compressor = compressor.wire_dtype, compressor.wrapped
+        while isinstance(compressor, Rounded | ExactFor):
+            wire_dtype, compressor = getattr(compressor, "wire_dtype", wire_dtype), compressor.wrapped
         soon = isinstance(compressor, Dense) and self.steps <= MOST_AHEAD and self.overlap
         if not soon or self.error_decay is not None or self.outer_rate != 1 or self.outer_momentum:
             return replace(self, lead=1.0)
