@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_sparse.checks import check_whole, checked_patterns, is_list, is_number
-from lightning_sparse.compressors import COMPRESSORS, Compressor, Dense
+from lightning_sparse.compressors import COMPRESSORS, Compressor, Dense, ExactFor
 from lightning_sparse.compressors import by_name as compressor_by_name
 from lightning_sparse.compressors.base import check_settings
 from lightning_sparse.compressors.wrappers import exact_for, rounded
@@ -46,6 +46,8 @@ class Candidate:
         object.__setattr__(self, "wire_dtype", wire_format(wire_dtype).name)
         check_whole("Candidate: local_steps", self.local_steps, 0)
         object.__setattr__(self, "exact", checked_patterns("Candidate: exact", self.exact))
+        if not isinstance(self.averaging, ExactFor):  # all sums are in float32
+            object.__setattr__(self, "exact", ())
 
     @cached_property
     def averaging(self) -> Compressor:
