@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -24,6 +25,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from lightning_sparse.bench.compare.strategies import PEERS, StrategySpec
 from lightning_sparse.bench.compare.until_loss import rate_text
 from lightning_sparse.bench.compare.workloads import (
+    CONTEXT,
     Classifier,
     Task,
     byte_lm,
@@ -51,6 +53,7 @@ WEIGHT_DECAY = 0.01
 DIGITS = 1437  # of 1,797 to learn from
 MODULES = 20  # classes
 WINDOW = 64  # bytes, in one of which a module is to be recognised
+BEFORE = 600  # steps of a model that is tuned afterwards
 NGRAM, BUCKETS = 4, 8192  # bytes of text that are hashed, and to what
 
 
@@ -86,6 +89,25 @@ def modules(seed: int) -> Task:
     return Task(model, (hashes[~held_out], labels[~held_out]), (hashes[held_out], labels[held_out]), 16)
 
 
+def tuned(seed: int) -> Task:
+    """The byte language model, trained on source code before, which is tuned to the prose of Python's manual."""
+    text = bytearray((Path(sysconfig.get_paths()["stdlib"]) / "pydoc_data" / "topics.py").read_bytes())
+    windows = torch.frombuffer(text, dtype=torch.uint8).unfold(0, CONTEXT + 1, CONTEXT)
+    held_out = torch.arange(len(windows)) % 10 == 0
+    return Task(deepcopy(_trained(seed)), (windows[~held_out],), (windows[held_out],), 8)
+
+
+@cache
+def _trained(seed: int) -> LightningModule:
+    """The byte language model after ``BEFORE`` steps of dense training."""
+    task = byte_lm(seed)
+    replicas = Replicas(task.model, Options.of(Dense(), "bucket"), 4)
+    for step in range(BEFORE):
+        batches = [task.batch(seed, step, rank) for rank in range(4)]
+        replicas.step(batches, learning_rate(4e-3, step, BEFORE))
+    return task.model
+
+
 @dataclass(frozen=True)
 class Kind:
     """A kind of task, and how it is trained unless something else is asked for."""
@@ -101,6 +123,7 @@ class Kind:
 TASKS = {
     "byte_lm": Kind(byte_lm, "of a byte language model in nats a byte", "adamw", 600, "2e-3,4e-3,8e-3"),
     "digits": Kind(digits, "of a small network for handwritten digits", "sgd", 300, "0.02,0.05,0.1"),
+    "tuned": Kind(tuned, "of a byte language model that is tuned to prose", "adamw", 200, "5e-4,1e-3,2e-3"),
     "modules": Kind(modules, "of a bag of embeddings that tells modules apart", "adamw", 300, "5e-3,1e-2,2e-2"),
 }
 
