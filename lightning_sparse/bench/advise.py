@@ -195,12 +195,12 @@ class _Profile(Callback):
 
 def table(advices: Sequence[Advice], title: str) -> Table:
     """Show what is soonest at a loss first, and what to use in bold."""
-    result = new_table(title, "strategy", "step", "steps", "to loss", "a rank sends")
+    result = new_table(title, "strategy", "step", "steps", "to loss", "sends")
     result.add_column("waits for", no_wrap=True)
     result.columns[0].no_wrap = True
     result.caption = (
-        f"steps: expected to the loss that ddp has after {STEPS_OF_DDP:,}; to loss: a step times these; ~: a step that "
-        "was predicted, not measured"
+        f"steps: expected to the loss that ddp has after {STEPS_OF_DDP:,}; to loss: a step times these; sends: a rank, "
+        "in a step; ~: predicted, not measured"
     )
     for a in sorted(advices, key=lambda a: (a.seconds, a.step_s)):
         name = f"[bold]{a.name}[/bold]" if a.chosen else a.name
