@@ -4,7 +4,7 @@
 
 A world is a model, a link, ranks, and what nobody knows beforehand: how far a step is from its forecast, how noisy
 steps are, whether the link changes, and how many steps a task needs.  The policy is the one that runs in trainings; it
-is asked for a candidate and told what a step took, and what choosing costs passes on the world's clock.
+is asked for a candidate and notes what a step took, and what choosing costs passes on the world's clock.
 """
 
 import argparse
@@ -395,7 +395,7 @@ def sparse_auto(training: Training) -> None:
         while (candidate := choosing.next()) is not None:
             training.take_up(candidate)
             times[candidate] = training.times(max(trials.TIMED, LEAST_ROUNDS * candidate.local_steps))
-            choosing.told(candidate, times[candidate].step_s)
+            choosing.note(candidate, times[candidate].step_s)
         training.take_up(choosing.best)
         training.chosen()
         training.watch(times[choosing.best], WATCHED)

@@ -118,7 +118,7 @@ def _choose(active: ActiveAverager, chooser: Chooser) -> BetweenSteps[Times]:
     while (candidate := chooser.next()) is not None:
         yield from train_with(candidate)
         known[candidate] = yield from typical_times(active.averager, in_rounds(active.averager, TIMED))
-        chooser.told(candidate, known[candidate].step_s)
+        chooser.note(candidate, known[candidate].step_s)
     assert chooser.chosen is not None
     yield from train_with(chooser.chosen.candidate)
     return known[chooser.chosen.candidate]

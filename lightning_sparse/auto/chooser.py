@@ -134,10 +134,10 @@ class Chooser:
             self._announce(self.chosen)
         return candidate
 
-    def told(self, candidate: Candidate, step_s: float) -> None:
+    def note(self, candidate: Candidate, step_s: float) -> None:
         """Note what a step of ``candidate``, which trains now, takes; to be called on every rank, with the same."""
         assert self._trials is not None
-        self._trials.told(candidate, step_s)
+        self._trials.note(candidate, step_s)
 
     def _announce(self, best: Forecast) -> None:
         """Say what was chosen, and why."""
@@ -154,8 +154,8 @@ class Chooser:
         others = [f for f in soonest(self.forecasts, self._auto.at_most) if f != best]
         exact = of.get(EXACT)
         if exact is None or exact == best:
-            parts = ["these are the sums of ddp"] * bool(exact) + [_beside(each, best) for each in others[:1]]
-            return f"{'; '.join(parts).capitalize()}." if parts else "There is nothing else to choose."
+            parts = ["These are the sums of ddp"] * bool(exact) + [_beside(each, best) for each in others[:1]]
+            return f"{'; '.join(parts) or 'There is nothing else to choose'}."
         return (
             f"It is expected to need {1e3 * best.more_steps:,.0f} steps for the loss that ddp has after 1,000; "
             f"{_beside(exact, best)}."

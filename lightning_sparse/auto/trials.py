@@ -25,7 +25,7 @@ POINTS = [NormalDist().inv_cdf((i + 0.5) / 15) for i in range(15)]  # of a stand
 
 
 class Trials:
-    """Trials of candidates in a training, the same on every rank that is told the same.
+    """Trials of candidates in a training, the same on every rank that notes the same.
 
     Args:
         forecasts: of the candidates that may be taken, one or more.
@@ -62,7 +62,7 @@ class Trials:
             return max(gains, key=lambda c: gains[c])
         return None if self.best in self.tried else self.best
 
-    def told(self, candidate: Candidate, step_s: float) -> None:
+    def note(self, candidate: Candidate, step_s: float) -> None:
         """Learn that a step of ``candidate``, which trains now, takes ``step_s`` seconds; nothing if nobody knows."""
         self._is_local = candidate.local_steps > 0
         self.tried.add(candidate)

@@ -245,7 +245,7 @@ def choose(chooser: Chooser, steps_ms: dict[ls.Candidate, float]) -> list[ls.Can
     tried = []
     while (candidate := chooser.next()) is not None:
         tried.append(candidate)
-        chooser.told(candidate, steps_ms[candidate] / 1e3)
+        chooser.note(candidate, steps_ms[candidate] / 1e3)
     assert chooser.chosen is not None
     assert chooser.measured == set(tried)
     return [*tried, chooser.chosen.candidate]
@@ -290,7 +290,7 @@ def test_a_limit_of_the_loss_is_kept_and_what_it_costs_is_said(monkeypatch: pyte
 
 def test_what_is_known_of_one_tells_of_the_others() -> None:
     trials = Trials([expected(DENSE, 0.1), expected(INT4, 0.06)], back_s=0.0)
-    trials.told(INT4, 0.12)
+    trials.note(INT4, 0.12)
     assert trials.steps_s[INT4] == pytest.approx(0.12)
     assert 0.15 < trials.steps_s[DENSE] < 0.2  # most of what was late is common
 
@@ -299,8 +299,8 @@ def test_what_is_known_of_one_tells_of_the_others() -> None:
 def test_the_way_back_from_local_steps_must_be_gained(back_s: float) -> None:
     """It takes a tenth of the time within which a trial must gain."""
     trials = Trials([expected(DENSE, 0.1), expected(LOCAL2, 0.1)], back_s)
-    trials.told(DENSE, 0.1)
-    trials.told(LOCAL2, 0.105)
+    trials.note(DENSE, 0.1)
+    trials.note(LOCAL2, 0.105)
     assert trials.best == (LOCAL2 if back_s else DENSE)
 
 
@@ -308,7 +308,7 @@ def test_the_way_back_from_local_steps_must_be_gained(back_s: float) -> None:
 def test_where_no_rank_can_tell_the_time_trials_end_with_what_was_expected(step_s: float) -> None:
     trials = Trials([expected(DENSE, 0.1), expected(INT4, 0.06), expected(LOCAL2, 0.061)], 0.0)
     while (candidate := trials.next()) is not None:
-        trials.told(candidate, step_s)
+        trials.note(candidate, step_s)
     assert trials.best == INT4
 
 
@@ -324,7 +324,7 @@ def test_trials_end_each_candidate_is_tried_once_and_what_is_taken_was_tried(
         assert candidate == again.next()  # as on another rank
         order.append(candidate)
         for each in (trials, again):
-            each.told(candidate, actual[candidate])
+            each.note(candidate, actual[candidate])
     assert len(set(order)) == len(order)
     assert trials.best in order
     assert {c: trials.steps_s[c] for c in order} == pytest.approx({c: actual[c] for c in order})
