@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
 from functools import wraps
@@ -57,7 +57,8 @@ def names_checked(kind: type[Kind]) -> type[Kind]:
 def as_text(value: object) -> str:
     """Return ``value`` as text, equal for two values only if all their parts are equal.
 
-    A dataclass shows every field, also those that its ``repr`` leaves out; a tensor or an array its dtype, its shape
+    A dataclass shows every field, also those that its ``repr`` leaves out, but for a default of one whose metadata have
+    "newer": it is newer than checkpoints, which have such texts.  A tensor or an array its dtype, its shape
     and a digest of its bytes; a function or a class where it is defined.
 
     Raises:
@@ -76,9 +77,14 @@ def as_text(value: object) -> str:
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         return _digest(value.dtype, value.shape, np.ascontiguousarray(value))
     if is_dataclass(value):
-        parts = (f"{field.name}={as_text(getattr(value, field.name))}" for field in fields(value))
+        shown = [field for field in fields(value) if not ("newer" in field.metadata and _is_default(value, field))]
+        parts = (f"{field.name}={as_text(getattr(value, field.name))}" for field in shown)
         return f"{type(value).__qualname__}({', '.join(parts)})"
     return _container(value)
+
+
+def _is_default(value: object, field: Field[object]) -> bool:
+    return bool(getattr(value, field.name) == field.default)
 
 
 def same(a: object, b: object) -> bool:

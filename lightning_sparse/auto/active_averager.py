@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.checkpoint.rank_local import in_order, set_tensors, tensors_everywhere
 from lightning_sparse.checks import class_names, uncompiled
-from lightning_sparse.compressors import Compressor, Dense
+from lightning_sparse.compressors import Compressor, Dense, ExactFor
+from lightning_sparse.compressors.wrappers import without_format
 from lightning_sparse.elastic.averager import ElasticAverager
 from lightning_sparse.elastic.membership import LAYERS
 from lightning_sparse.engine.averager import Averager, lanes_of
@@ -286,7 +287,8 @@ def _dense_if_alone(compressor: Compressor, size: int) -> Compressor:
     """``compressor``, or among ``size`` = 1 members its dense form: there is nobody to send to."""
     if size > 1:
         return compressor
-    if not isinstance(named := compressor.unwrapped, Dense):
+    named = without_format(compressor.wrapped if isinstance(compressor, ExactFor) else compressor)
+    if not isinstance(named, Dense):
         rank_zero_warn(
             f"There is one rank, node or replica, and nobody to send to: {named} is not used, and every step "
             "updates all elements. Start more, or use strategy='auto'."

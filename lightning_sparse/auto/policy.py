@@ -38,7 +38,7 @@ class Candidate:
     compressor: Compressor
     wire_dtype: str | None = None  # a name, once validated
     local_steps: int = 0
-    exact: tuple[str, ...] = ()
+    exact: tuple[str, ...] = field(default=(), metadata={"newer": True})
 
     def __post_init__(self) -> None:
         _check_compressor("Candidate", self.compressor)

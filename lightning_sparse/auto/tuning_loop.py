@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_sparse.auto.active_averager import ActiveAverager, AveragingConfig
 from lightning_sparse.auto.between_steps import choose_and_watch, measure_link_once, nothing
 from lightning_sparse.auto.chooser import Chooser
-from lightning_sparse.auto.policy import Auto
+from lightning_sparse.auto.policy import START, Auto
 from lightning_sparse.checks import is_list, is_number
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.fusion.layer_fusion import is_worth_planning
@@ -184,16 +184,14 @@ def tuning_loop_of(
     ``policy`` is what chooses, if anything does, among local steps too if it ``may_choose_local``: only where somebody
     shows their average.
     """
-    is_small = policy is not None and not is_worth_planning(parameters)
-    if is_small:
+    alone = groups.members.size == 1  # with nobody to send to
+    if policy is not None and policy.start == START and not alone and not is_worth_planning(parameters):
         config = replace(config, compressor=Dense())
-    active = ActiveAverager(ddp, parameters, config, groups, scaler, ranks)
-    alone = active.averager.size == 1  # with nobody to send to
-    if is_small and not alone:
         rank_zero_info(
             "lightning_sparse: sparse_auto sums gradients in float32, as ddp does: so few parameters are sent at once."
         )
-    chooser = None if policy is None or alone or is_small else Chooser(policy, may_choose_local)
+    active = ActiveAverager(ddp, parameters, config, groups, scaler, ranks)
+    chooser = None if policy is None or alone else Chooser(policy, may_choose_local)
     if chooser:
         gc.collect()  # of all that was imported: choosing would set it off, on one rank after the other, 0.3 s each
     return TuningLoop(active, chooser, config.warmup_steps)
