@@ -336,7 +336,7 @@ def _not_alone(rank: int, size: int) -> Any:
     return said, kinds, dropped
 
 
-NO_CANDIDATES = "local steps are no candidates of sparse_auto with "
+NO_CANDIDATES = "lightning_sparse: local steps are no candidates of sparse_auto with "
 
 
 class Constant(L.LightningModule):
