@@ -149,9 +149,10 @@ def more_steps(delivered: float, staleness: float, ranks: int, local_steps: int)
 def steps_alone(gradients: Tensor, size: int) -> float:
     """Return how many times as many steps one member alone needs to the same loss as ``size`` of them, 1 to ``size``.
 
-    At a batch B the steps needed are proportional to 1 + N / B, where N is the gradient noise scale of McCandlish et
-    al., "An Empirical Model of Large-Batch Training" (2018), section 2.2, by the simple estimate of appendix A.1.  It
-    grows while the loss falls, so that later in a training one member alone needs more.
+    A gradient of batch B has 1 + N / B times the squared length of what all batches have in common, where N is the
+    gradient noise scale of McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), by the simple
+    estimate of appendix A.1.  Adam divides by that length, so that what a step gains is taken to be its inverse, as in
+    the square-root rule of Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms" (2022).
 
     Args:
         gradients: [R, T, m], of R members in T steps.
@@ -163,7 +164,7 @@ def steps_alone(gradients: Tensor, size: int) -> float:
     of_one, of_mean = (float(x.double().square().sum(-1).mean()) for x in (gradients, gradients.mean(0)))
     noise = max(of_one - of_mean, 0.0) / (1 - 1 / members)  # of the gradient of one batch, as its squared length
     signal = max(of_mean - noise / members, 0.0)
-    return (signal + noise) / (signal + noise / size) if noise else 1.0
+    return math.sqrt((signal + noise) / (signal + noise / size)) if noise else 1.0
 
 
 def likely(more: float) -> tuple[float, float]:

@@ -266,8 +266,11 @@ def _of_one_machine(alone: Advice, ddp: Advice, best: Advice) -> str:
             f"large, or from {math.floor(times) + 1} {what}s."
         )
     begins = f"{alone.name.capitalize()} takes {ms(alone.step_s)} a step; {number} are sooner where it needs more than"
-    ends = f"in these steps it is {alone.more_steps:.1f}, and grows up to {machines} as the loss falls"
-    return f"{begins} {times:.1f} times as many steps: by the gradients {ends}."
+    sooner = f" So {alone.name} is expected to be sooner." if alone.more_steps < times else ""
+    return (
+        f"{begins} {times:.1f} times as many steps. By the gradients in these steps it needs about "
+        f"{alone.more_steps:.1f} times as many; it may be 1 to {machines}, and grows as the loss falls.{sooner}"
+    )
 
 
 def _left_out(best: Advice, candidates: Sequence[Advice]) -> list[str]:

@@ -89,8 +89,9 @@ ALONE = (
     "4 times as many steps. They may pay where the batch of each is 1.3 times as large, or from 5 machines."
 )
 BOTH = (
-    "One machine alone takes 300 ms a step; 4 machines are sooner where it needs more than 1.7 times as many steps: by "
-    "the gradients in these steps it is 1.5, and grows up to 4 as the loss falls."
+    "One machine alone takes 300 ms a step; 4 machines are sooner where it needs more than 1.7 times as many steps. By "
+    "the gradients in these steps it needs about 1.5 times as many; it may be 1 to 4, and grows as the loss falls. "
+    "So one machine alone is expected to be sooner."
 )
 
 
@@ -109,9 +110,9 @@ def test_what_is_sooner_and_left_out_says_why_and_how_to_have_it() -> None:
     assert "To have it:" not in "".join(words(advised(1.0, 0.6, 0.7, 0.9)))
 
 
-@pytest.mark.parametrize(("noise", "expected"), [(0.0, 1.0), (1.0, 1.6), (30.0, 3.73)])
+@pytest.mark.parametrize(("noise", "expected"), [(0.0, 1.0), (1.0, 1.26), (30.0, 1.91)])
 def test_one_machine_needs_more_steps_by_how_far_gradients_differ(noise: float, expected: float) -> None:
-    """N = ``noise``, for batches of 1: (1 + N) / (1 + N / 4)."""
+    """N = ``noise``, for batches of 1: the root of (1 + N) / (1 + N / 4)."""
     generator = torch.Generator().manual_seed(0)
     m = 4096
     gradients = 1 / m**0.5 + (noise / m) ** 0.5 * torch.randn(4, 20, m, generator=generator)
@@ -143,7 +144,7 @@ def test_advice_for_a_link(link: str) -> None:
     dense = found[str(DENSE)]
     assert dense.more_steps == 1
     assert alone.step_s == pytest.approx(0.03)
-    assert 3.5 < alone.more_steps <= 4  # of gradients that have nothing in common
+    assert 1.85 < alone.more_steps <= 2  # of gradients that have nothing in common
     assert all(a.step_s >= 0.03 for a in others)  # computing alone
     chosen = next(a for a in others if a.chosen)
     if link == "4x100mbit":  # 4.5 MB, of which a rank sends one and a half times as much, take 0.53 s
