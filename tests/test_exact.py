@@ -91,6 +91,14 @@ def test_every_candidate_of_sparse_auto_and_what_it_begins_with_are_exact() -> N
     assert dense_in(of_own.choices[0].averaging) == [False, True]  # a candidate's own come first
 
 
+def test_candidates_that_are_equal_are_one() -> None:
+    given = [ls.Dense(), ls.Candidate(ls.Dense(), "float32"), ls.Candidate(ls.Dense(), "int4", exact=["*bias"])]
+    assert len(ls.Auto(given).choices) == 2
+    policy = Options.of(ls.Auto([*given, ls.Candidate(ls.Dense(), "int4")]), "layer", exact=["*bias"]).policy
+    assert policy is not None
+    assert [str(each) for each in policy.choices] == ["dense, float32", "dense, int4, exact *bias"]
+
+
 def test_momentum_is_corrected_for_what_is_exact_too() -> None:
     averaging = Options.of(ls.MomentumCorrection(0.9, ls.TopK()), "layer", wire_dtype="int4", exact=PATTERNS).averaging
     assert averaging.dense_variant() == ls.MomentumCorrection(0.9, ls.Dense())

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
 from torch import Tensor
 
 from lightning_sparse.auto.forecast import Forecast, forecast_of, loss_above, steps_alone
@@ -122,6 +122,8 @@ class Chooser:
         found = _shared(averager, untried, lambda c: tried(self._expected[c], gradients, weights))
         self._expected |= {f.candidate: f for f in found}
         back_s = STATES * traffic("all_reduce", 4 * elements, costs.size) * costs.link.s_per_byte
+        for each in self._expected.values():
+            rank_zero_debug(f"lightning_sparse: expected of {each.candidate}: {1e3 * each.step_s:.1f} ms a step.")
         self._trials = Trials(soonest([self._expected[c] for c in allowed], self._auto.at_most), back_s)
 
     def next(self) -> Candidate | None:
@@ -137,6 +139,7 @@ class Chooser:
     def note(self, candidate: Candidate, step_s: float) -> None:
         """Note what a step of ``candidate``, which trains now, takes; to be called on every rank, with the same."""
         assert self._trials is not None
+        rank_zero_debug(f"lightning_sparse: tried {candidate}: {1e3 * step_s:.1f} ms a step.")
         self._trials.note(candidate, step_s)
 
     def _announce(self, best: Forecast) -> None:
@@ -163,11 +166,11 @@ class Chooser:
 
     def _left_out(self, best: Forecast) -> str:
         """Name what would be sooner, if ``at_most`` leaves it out."""
-        free = soonest(self.forecasts)[0]
-        if not free.seconds < best.seconds or loss_above(free.more_steps) <= (self._auto.at_most or 0):
+        free, at_most = soonest(self.forecasts)[0], self._auto.at_most
+        if at_most is None or not free.seconds < best.seconds or loss_above(free.more_steps) <= at_most:
             return ""
         return (
-            f" Left out, since its loss after as many steps is expected {loss_above(free.more_steps):.0%} above ddp's: "
+            f" Left out, since its loss after as many steps is expected {loss_above(free.more_steps):.1%} above ddp's: "
             f"{_beside(free, best)}."
         )
 

@@ -147,7 +147,7 @@ def more_steps(delivered: float, staleness: float, ranks: int, local_steps: int)
 
 
 def steps_alone(gradients: Tensor, size: int) -> float:
-    """Return how many times as many steps one member alone needs to the same loss as ``size`` of them, 1 to ``size``.
+    """Return how many times as many steps one member alone needs to the same loss as ``size`` of them, 1 to their root.
 
     A gradient of batch B has 1 + N / B times the squared length of what all batches have in common, where N is the
     gradient noise scale of McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), by the simple

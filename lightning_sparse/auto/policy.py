@@ -66,7 +66,7 @@ class Candidate:
         settings = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
         what = "dense" if isinstance(self.compressor, Dense) else f"{type(self.compressor).__name__}({settings})"
         local = f"{counted(self.local_steps, 'local step')}, " if self.local_steps else ""
-        return f"{local}{what}, {self.wire_dtype}"
+        return f"{local}{what}, {self.wire_dtype}{', exact ' * bool(self.exact)}{' '.join(self.exact)}"
 
 
 # Wire formats by local steps.
@@ -85,8 +85,8 @@ class Auto:
     is measured then, and the rate after that step.  Then every candidate's step is predicted from what the link,
     backward and compressing took, and how many more steps than dense training it needs from what it delivers, and when,
     of gradients of this training.  Those whose trial is worth its steps are tried, and the soonest is taken.  When
-    times change, it chooses anew; what is unsent goes along.  Choosing needs ``fusion="layer"``, more than one rank and
-    a gradient worth planning; else ``start`` stays.
+    times change, it chooses anew; what is unsent goes along.  Choosing needs more than one rank and 262,144 elements;
+    below, gradients are summed in float32, or by a ``start`` other than the default.
 
     Args:
         candidates: to choose from: each a :class:`Candidate`, or a compressor that averages gradients; None: dense
@@ -118,7 +118,7 @@ class Auto:
                 raise ValueError(
                     f"Auto: candidates must be a list of Candidate, or of compressors; got {each!r} in it."
                 )
-        candidates = tuple(c if isinstance(c, Candidate) else Candidate(c) for c in given)
+        candidates = tuple(dict.fromkeys(c if isinstance(c, Candidate) else Candidate(c) for c in given))
         object.__setattr__(self, "candidates", candidates)  # a config file gives a list
         object.__setattr__(self, "start", START if self.start is None else self.start)
         _check_compressor("Auto: start", self.start)

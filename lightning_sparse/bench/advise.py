@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_sparse.auto.chooser import BFLOAT16, EXACT, tried
 from lightning_sparse.auto.forecast import forecast_of, loss_above, steps_alone
-from lightning_sparse.auto.policy import CANDIDATES, Auto
+from lightning_sparse.auto.policy import CANDIDATES, Auto, Candidate
 from lightning_sparse.auto.trial import ELEMENTS
 from lightning_sparse.bench.cluster import ClusterError, ClusterSpec, parse
 from lightning_sparse.bench.compare.records import Advice, advise_on
@@ -33,9 +33,11 @@ from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.bench.output import ms, new_progress, new_table
 from lightning_sparse.compressors import Dense
 from lightning_sparse.fusion.costs import RANKS, GroupCosts, Now
+from lightning_sparse.fusion.layer_fusion import is_worth_planning
 from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.fusion.steps import BetweenSteps, PassCounts, measure_steps
 from lightning_sparse.gradients.averager import GradientAverager
+from lightning_sparse.local_steps.optimizers import why_not_alone
 from lightning_sparse.monitor.tables import human_bytes
 from lightning_sparse.network.costs import Inside, Link
 from lightning_sparse.settings import counted
@@ -48,10 +50,15 @@ SHARDED = (
 )
 COUNTS = PassCounts(settling=3, beside=3, apart=2)  # steps of a model that trains alone
 STEPS = sum(COUNTS)
+TOO_SMALL = "nothing to advise: the model is too small to gain by sending less. Use plain DDP."
 STEPS_OF_DDP = 1000  # Whose loss others are expected to reach in so many seconds.
 MOST_STEPS = 100  # in which sparse_auto must have chosen
 NOISE = 0.05  # Part by which something must be sooner than plain DDP to be named.
-HOOK = "Trainer(strategy=DDPStrategy(ddp_comm_hook=default_hooks.bf16_compress_hook))"
+HOOK = (  # of PyTorch
+    "from lightning.pytorch.strategies import DDPStrategy",
+    "from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook",
+    "Trainer(strategy=DDPStrategy(ddp_comm_hook=bf16_compress_hook))",
+)
 BUSY = 1.5  # programs for each core, this one among them
 
 
@@ -66,7 +73,7 @@ def advise(options: Advise) -> int:
         console = Console()
         console.print(table(found, f"{options.model} on {where}"))
         for line in words(found, busy()):
-            console.print(line, highlight=False, markup=False, soft_wrap=not line.startswith("Use "))
+            console.print(line, highlight=False, markup=False, soft_wrap=line.startswith("    "))
     return 0
 
 
@@ -92,7 +99,7 @@ def _measure(options: Advise) -> tuple[list[Advice], str]:
     dense, last = rounds
     assert last.run is not None
     if not last.run.advices:
-        raise ValueError("nothing to advise: the model is too small to plan, or no rank could measure times.")
+        raise ValueError(f"{TOO_SMALL} Or no rank could measure times.")
     ddp, alone, *others = (Advice(**each) for each in last.run.advices)
     ddp = replace(ddp, step_s=median(step.s for step in dense.timed), measured=True)
     if ddp.ranks != dense.hosts:
@@ -117,9 +124,11 @@ def predict(model: str, link: str) -> list[Advice]:
     process of its own, since a training leaves a process group and environment variables behind.
 
     Raises:
-        ValueError: for hosts of different numbers of ranks.
+        ValueError: for one host, for hosts of different numbers of ranks, and for a model that is too small.
     """
     cluster = parse(link)
+    if cluster.hosts == 1:
+        raise ValueError(f"--link must be of two hosts or more; got {link!r}. On one machine use plain DDP.")
     if len(set(cluster.local_sizes)) > 1:
         raise ValueError(f"--link must be of hosts with equally many ranks; got {link!r}. Give '2x4x1gbit', say.")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as apart:
@@ -137,10 +146,14 @@ def _in_one_process(model: str, cluster: ClusterSpec) -> list[Advice]:
         trainer.fit(module, **workload.fit_arguments())
     assert profile.record is not None
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not is_worth_planning(parameters):
+        raise ValueError(TOO_SMALL)
+    of_local_steps = not any(why_not_alone(optimizer) for optimizer in trainer.optimizers)
+    candidates = [each for each in CANDIDATES if of_local_steps or not each.local_steps]
     gradients = profile.record.gradients()
     # One rank's gradients stand for all ranks': each has those of another step.
     of_ranks = torch.stack([gradients.roll(rank, 0) for rank in range(min(cluster.hosts, RANKS))])
-    return advices(parameters, profile.measured, cluster, of_ranks, profile.record.weights())
+    return advices(parameters, profile.measured, cluster, of_ranks, profile.record.weights(), candidates)
 
 
 def advices(
@@ -149,6 +162,7 @@ def advices(
     cluster: ClusterSpec,
     gradients: Tensor,
     weights: Tensor,
+    candidates: Sequence[Candidate] = CANDIDATES,
     now: Now = time.perf_counter,
 ) -> list[Advice]:
     """Advise on each candidate, where steps take what was measured and messages what they would on the cluster.
@@ -159,8 +173,8 @@ def advices(
     link = Link(cluster.hop_s, local_size * cluster.s_per_byte)
     costs = GroupCosts(parameters, link, cluster.hosts, now=now, inside=Inside(local_size))
     with Progress(transient=True) as progress:
-        candidates = progress.track(CANDIDATES, description="Trying candidates on the model's gradients")
-        found = [tried(forecast_of(candidate, measured, costs), gradients, weights) for candidate in candidates]
+        each = progress.track(candidates, description="Trying candidates on the model's gradients")
+        found = [tried(forecast_of(candidate, measured, costs), gradients, weights) for candidate in each]
     return advise_on(found, (measured.computing_s, steps_alone(gradients, cluster.hosts)))
 
 
@@ -216,6 +230,7 @@ def words(advices: Sequence[Advice], busy: str = "") -> list[str]:
     paragraphs = [busy, SHARDED if ddp.sent_bytes > LARGE_BYTES else "", _of_one_machine(alone, ddp, best)]
     lines = [line for paragraph in paragraphs if paragraph for line in (paragraph, "")]
     ddp_s = STEPS_OF_DDP * ddp.step_s
+    all_the_same = f"On {_number(ddp, alone)} all the same: " if any("Train on one" in each for each in lines) else ""
     if best.name == str(EXACT) or ddp.step_s <= (1 + NOISE) * best.seconds:  # the former are sums as DDP's
         lines += [
             f"Do not compress: on {_number(ddp, alone)} nothing is expected to be at the loss that plain DDP has after "
@@ -227,9 +242,9 @@ def words(advices: Sequence[Advice], busy: str = "") -> list[str]:
         return lines + _left_out(ddp, candidates)
     least, most = (STEPS_OF_DDP * seconds for seconds in best.likely_s)
     lines += [
-        f"Use sparse_auto, which chooses so by itself: {best.name}. It is expected to be at the loss that plain DDP "
-        f"has after {STEPS_OF_DDP:,} steps, {ddp_s:,.0f} s, in {STEPS_OF_DDP * best.seconds:,.0f} s ({least:,.0f} to "
-        f"{most:,.0f}): {1 - best.seconds / ddp.step_s:.0%} sooner.",
+        f"{all_the_same}Use sparse_auto, which chooses so by itself: {best.name}. It is expected to be at the loss "
+        f"that plain DDP has after {STEPS_OF_DDP:,} steps, {ddp_s:,.0f} s, in {STEPS_OF_DDP * best.seconds:,.0f} s "
+        f"({least:,.0f} to {most:,.0f}): {1 - best.seconds / ddp.step_s:.0%} sooner.",
         "",
         "    import lightning_sparse as ls",
         "    Trainer(strategy='sparse_auto')",
@@ -240,7 +255,7 @@ def words(advices: Sequence[Advice], busy: str = "") -> list[str]:
         *(f"    {line}" for line in best.yaml.split("\n")),
     ]
     if best.name == str(BFLOAT16):
-        lines += ["", "On GPUs PyTorch's own hook does the same without this package:", "", f"    {HOOK}"]
+        lines += ["", "On GPUs PyTorch's own hook does the same without this package:", "", *(f"    {x}" for x in HOOK)]
     return lines + _left_out(best, candidates)
 
 
@@ -259,11 +274,11 @@ def _of_one_machine(alone: Advice, ddp: Advice, best: Advice) -> str:
     if machines == 1:
         return ""
     if times >= machines:
-        batch = (times - 1) / (machines - 1)
+        batch = math.ceil(10 * (times - 1) / (machines - 1) + 1e-9) / 10
         return (
-            f"Train on {alone.name}: a step of {number} takes {times:.1f} times as long, so that they are later even "
-            f"if it needs {machines} times as many steps. They may pay where the batch of each is {batch:.1f} times as "
-            f"large, or from {math.floor(times) + 1} {what}s."
+            f"Train on {alone.name}: to the same loss {number} take {times:.1f} times as long for each of its steps, "
+            f"and are later even if it needs {machines} times as many. They may pay where the batch of each is "
+            f"{batch:.1f} times as large, or from {math.floor(times) + 1} {what}s."
         )
     begins = f"{alone.name.capitalize()} takes {ms(alone.step_s)} a step; {number} are sooner where it needs more than"
     sooner = f" So {alone.name} is expected to be sooner." if alone.more_steps < times else ""

@@ -282,7 +282,7 @@ def test_a_limit_of_the_loss_is_kept_and_what_it_costs_is_said(monkeypatch: pyte
             assert said[1].startswith(
                 "lightning_sparse: These are the sums of ddp. Left out, since its loss after as many"
             )
-            assert said[1].endswith("1% above ddp's: 2 local steps, dense, int4 would take 58% less.")
+            assert said[1].endswith("0.6% above ddp's: 2 local steps, dense, int4 would take 58% less.")
         else:
             assert "It is expected to need 1,020 steps for the loss that ddp has after 1,000" in said[1]
             assert said[1].endswith("; dense, float32 would take 139% longer.")

@@ -4,12 +4,14 @@ import sys
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from jsonargparse import ArgumentParser
 from rich.console import Console
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import lightning_sparse as ls
 from lightning_sparse.auto.forecast import Forecast, steps_alone
@@ -67,7 +69,10 @@ def test_words_say_when_not_to_compress_what_to_paste_and_why() -> None:
 
 def test_what_bfloat16_needs_is_said() -> None:
     shown = "\n".join(words(advise_on([forecast(DENSE, 1.0, 1.0), forecast(BFLOAT16, 0.6, 1.0)], (0.3, 2.0))))
-    assert "PyTorch's own hook does the same without this package:\n\n    Trainer(strategy=DDPStrategy(" in shown
+    pasted = shown.partition("PyTorch's own hook does the same without this package:")[2]
+    found: dict[str, Any] = {"Trainer": lambda strategy: strategy}
+    exec("\n".join(line.strip() for line in pasted.splitlines()), found)
+    assert found["DDPStrategy"](ddp_comm_hook=found["bf16_compress_hook"])._ddp_comm_hook is bf16_compress_hook
 
 
 def test_a_row_is_a_step_times_the_steps_that_it_needs_and_fits_a_terminal() -> None:
@@ -85,8 +90,9 @@ def test_a_row_is_a_step_times_the_steps_that_it_needs_and_fits_a_terminal() -> 
 
 
 ALONE = (
-    "Train on one machine alone: a step of 4 machines takes 5.0 times as long, so that they are later even if it needs "
-    "4 times as many steps. They may pay where the batch of each is 1.3 times as large, or from 5 machines."
+    "Train on one machine alone: to the same loss 4 machines take 5.0 times as long for each of its steps, and are "
+    "later even if it needs 4 times as many. They may pay where the batch of each is 1.4 times as large, or from 5 "
+    "machines."
 )
 BOTH = (
     "One machine alone takes 300 ms a step; 4 machines are sooner where it needs more than 1.7 times as many steps. By "
@@ -97,7 +103,9 @@ BOTH = (
 
 @pytest.mark.parametrize(("alone_s", "said"), [(0.1, ALONE), (0.3, BOTH)])
 def test_whether_several_machines_pay_comes_first(alone_s: float, said: str) -> None:
-    assert words(advised(1.0, 0.6, 0.5, 0.49, alone_s))[0] == said
+    first, _, then, *_ = words(advised(1.0, 0.6, 0.5, 0.49, alone_s))
+    assert first == said
+    assert then.startswith("On 4 machines all the same: Use sparse_auto" if said is ALONE else "Use sparse_auto")
 
 
 def test_what_is_sooner_and_left_out_says_why_and_how_to_have_it() -> None:
@@ -138,7 +146,7 @@ def test_advice_for_a_link(link: str) -> None:
     layers = {"a": torch.empty(1024, 64), "b": torch.empty(1024, 1024)}
     measured = Measured([0.01, 0.02], span_s=0.02, rest_s=0.01, groups=[["b", "a"]])
     gradients = torch.randn(4, 3, 512, generator=torch.Generator().manual_seed(0))
-    ddp, alone, *others = advices(layers, measured, parse(link), gradients, torch.zeros(512), ticking())
+    ddp, alone, *others = advices(layers, measured, parse(link), gradients, torch.zeros(512), now=ticking())
     found = {a.name: a for a in others}
     assert list(found) == [str(candidate) for candidate in CANDIDATES]
     dense = found[str(DENSE)]
@@ -252,7 +260,7 @@ def test_ranks_that_share_a_link_act_as_one_and_must_be_as_many_on_each_host(
     measured = Measured([0.01], span_s=0.02, rest_s=0.01, groups=[["a"]])
     gradients = torch.randn(2, 3, 512, generator=torch.Generator().manual_seed(0))
     of_one, of_four = (
-        advices(layers, measured, parse(link), gradients, torch.zeros(512), ticking())
+        advices(layers, measured, parse(link), gradients, torch.zeros(512), now=ticking())
         for link in ("2x100mbit", "2x4x100mbit")
     )
     assert of_four[0].ranks == 2
@@ -260,6 +268,20 @@ def test_ranks_that_share_a_link_act_as_one_and_must_be_as_many_on_each_host(
     assert of_four[0].sent_bytes == pytest.approx(of_one[0].sent_bytes / 4, rel=0.01)
     assert main(["advise", "mlp_1m", "--link", "2x4x1gbit+1x1gbit"]) == 2
     assert "of hosts with equally many ranks; got '2x4x1gbit+1x1gbit'" in capsys.readouterr().err
+
+
+def test_one_host_is_none_to_send_to(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "mlp_1m", "--link", "1x4x1gbit"]) == 2
+    assert "--link must be of two hosts or more; got '1x4x1gbit'" in capsys.readouterr().err
+
+
+@pytest.mark.programs
+def test_a_model_for_which_nothing_is_chosen_gets_no_advice(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own / "own.yaml").write_text(
+        "model: {class_path: own_net.Net, init_args: {width: 60}}\ndata: {class_path: own_net.Data}\n"
+    )
+    assert main(["advise", "own.yaml", "--link", "4x1gbit"]) == 2
+    assert "the model is too small to gain by sending less. Use plain DDP." in capsys.readouterr().err
 
 
 def test_without_a_link_the_ways_to_have_one_are_named(
