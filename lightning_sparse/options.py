@@ -112,9 +112,7 @@ class Options:
         """What chooses the compressor, if anything does."""
         if not isinstance(self.compressor, Auto):
             return None
-        candidates = tuple(
-            dict.fromkeys(replace(each, exact=each.exact or self.exact) for each in self.compressor.choices)
-        )
+        candidates = tuple(replace(each, exact=each.exact or self.exact) for each in self.compressor.choices)
         return replace(self.compressor, candidates=candidates) if self.exact else self.compressor
 
     @property

@@ -230,7 +230,7 @@ def words(advices: Sequence[Advice], busy: str = "") -> list[str]:
     paragraphs = [busy, SHARDED if ddp.sent_bytes > LARGE_BYTES else "", _of_one_machine(alone, ddp, best)]
     lines = [line for paragraph in paragraphs if paragraph for line in (paragraph, "")]
     ddp_s = STEPS_OF_DDP * ddp.step_s
-    all_the_same = f"On {_number(ddp, alone)} all the same: " if any("Train on one" in each for each in lines) else ""
+    all_the_same = f"On {_number(ddp, alone)} all the same: " if _is_later_anyway(alone, ddp, best) else ""
     if best.name == str(EXACT) or ddp.step_s <= (1 + NOISE) * best.seconds:  # the former are sums as DDP's
         lines += [
             f"Do not compress: on {_number(ddp, alone)} nothing is expected to be at the loss that plain DDP has after "
@@ -264,16 +264,26 @@ def _number(ddp: Advice, alone: Advice) -> str:
     return counted(ddp.ranks, alone.name.split()[1])
 
 
+def _times(alone: Advice, ddp: Advice, best: Advice) -> float:
+    """How many times as long several machines take to a loss, for each step that they need, as a step of one takes."""
+    return min(best.seconds, ddp.step_s) / alone.step_s
+
+
+def _is_later_anyway(alone: Advice, ddp: Advice, best: Advice) -> bool:
+    """Whether several machines are later than one, however many steps that needs."""
+    return ddp.ranks > 1 and _times(alone, ddp, best) >= ddp.ranks
+
+
 def _of_one_machine(alone: Advice, ddp: Advice, best: Advice) -> str:
     """Say whether more machines pay, and from how many, or at what batch.
 
     A step of one is taken to grow with its batch, and what others add to it to stay, whatever their number.
     """
-    machines, times = ddp.ranks, min(best.seconds, ddp.step_s) / alone.step_s
+    machines, times = ddp.ranks, _times(alone, ddp, best)
     number, what = _number(ddp, alone), alone.name.split()[1]
     if machines == 1:
         return ""
-    if times >= machines:
+    if _is_later_anyway(alone, ddp, best):
         batch = math.ceil(10 * (times - 1) / (machines - 1) + 1e-9) / 10
         return (
             f"Train on {alone.name}: to the same loss {number} take {times:.1f} times as long for each of its steps, "

@@ -278,12 +278,12 @@ def automatic(
     rank: int, size: int, each: Sequence[str], folder: str
 ) -> list[tuple[str, list[tuple[str, ...]], Tensor, int]]:
     """Train with sparse_auto where one compressor seems by far the fastest, or all are as slow: each in turn."""
-    honest = chooser.forecast_of, Chooser.told
+    honest = chooser.forecast_of, Chooser.note
     return [with_fastest(size, fastest, *honest, f"{folder}/{fastest}.ckpt") for fastest in each]
 
 
 def with_fastest(
-    size: int, fastest: str, forecast: Callable[..., Any], told: Callable[..., Any], checkpoint: str
+    size: int, fastest: str, forecast: Callable[..., Any], note: Callable[..., Any], checkpoint: str
 ) -> tuple[str, list[tuple[str, ...]], Tensor, int]:
     def given_s(candidate: ls.Candidate) -> float:
         return 0.0001 if type(candidate.compressor).__name__ == fastest else 0.5
@@ -292,10 +292,10 @@ def with_fastest(
         return replace(forecast(candidate, **of_steps), step_s=given_s(candidate))
 
     def as_given(self: Chooser, candidate: ls.Candidate, step_s: float) -> None:
-        told(self, candidate, given_s(candidate))
+        note(self, candidate, given_s(candidate))
 
     chooser.forecast_of = given_times
-    Chooser.told = as_given  # type: ignore[method-assign]
+    Chooser.note = as_given  # type: ignore[method-assign]
     Timeline.span_s = lambda self: 0.01  # type: ignore[method-assign]  # so that no trial finds it slower
     strategy = ls.SparseDDPStrategy(AUTO)
     run, model = trainer(strategy, size, max_steps=CHOSEN), Deep()
