@@ -278,10 +278,12 @@ def _refuse_unknown(kwargs: Mapping[str, object], init: Callable[..., None], com
             )
     no_options = {*GIVEN_BY_LIGHTNING, *UNSUPPORTED, "self", "ddp_kwargs", *unknown}
     options = (taken | {f.name for f in fields(Options)}) - no_options
-    close = get_close_matches(next(iter(unknown)), options, n=1, cutoff=0.75)
+    name = next(iter(unknown))
+    longer = sorted(option for option in options if option.startswith(name))
+    close = " or ".join(longer or get_close_matches(name, options, n=1, cutoff=0.75))
     raise TypeError(
-        f"{next(iter(unknown))} must be an option of this strategy, of DDPStrategy or of DistributedDataParallel; got "
-        f"{_call(unknown)}. {f'Did you mean {close[0]}?' if close else 'Leave it out, or correct its name.'}"
+        f"{name} must be an option of this strategy, of DDPStrategy or of DistributedDataParallel; got "
+        f"{_call(unknown)}. {f'Did you mean {close}?' if close else 'Leave it out, or correct its name.'}"
     )
 
 

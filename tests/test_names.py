@@ -39,9 +39,13 @@ def test_a_benchmark_knows_its_peers_too() -> None:
         parse_strategies("topk:density=0.1")
 
 
-def test_a_misspelt_option_is_answered_with_the_right_one() -> None:
-    with pytest.raises(TypeError, match="Did you mean warmup_steps"):
-        ls.SparseDDPStrategy("micro", warmup_step=3)
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("warmup_step", "warmup_steps"), ("warmup", "warmup_steps"), ("local", "local_group or local_steps")],
+)
+def test_a_misspelt_option_is_answered_with_the_right_one(given: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=rf"Did you mean {meant}\?"):
+        ls.SparseDDPStrategy("micro", **{given: 3})
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from functools import partial
 from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info
 from torch import Tensor
 
-from lightning_sparse.auto.forecast import Forecast, forecast_of, loss_above, steps_alone
+from lightning_sparse.auto.forecast import Forecast, forecast_of, loss_above, sample, steps_alone
 from lightning_sparse.auto.policy import Auto, Candidate
 from lightning_sparse.auto.trial import try_on
 from lightning_sparse.auto.trials import Trials
@@ -30,9 +30,14 @@ def tried(forecast: Forecast, gradients: Tensor, weights: Tensor) -> Forecast:
     return replace(forecast, delivered=found.delivered, staleness=found.staleness)
 
 
+def is_within(forecast: Forecast, at_most: float | None) -> bool:
+    """Whether the loss after as many steps is not expected more than this part above dense training's."""
+    return at_most is None or loss_above(forecast.more_steps) <= at_most
+
+
 def soonest(forecasts: Sequence[Forecast], at_most: float | None = None) -> list[Forecast]:
     """Return those that are not expected to lose more than ``at_most``, the soonest first; if all are, the best."""
-    allowed = [f for f in forecasts if at_most is None or loss_above(f.more_steps) <= at_most]
+    allowed = [f for f in forecasts if is_within(f, at_most)]
     return sorted(allowed, key=lambda f: f.seconds) or [min(forecasts, key=lambda f: f.more_steps)]
 
 
@@ -110,6 +115,9 @@ class Chooser:
             record: of this rank's gradients.
         """
         self.chosen = None
+        for candidate in self._candidates:  # on every rank at once, as in a step, in which all compress
+            sample(candidate, costs)
+        costs.agree(partial(median_over_ranks, averager))
         expected = _shared(averager, self._candidates, partial(forecast_of, measured=measured, costs=costs))
         self._expected = {f.candidate: f for f in expected}
         own, weights = record.gradients(), record.weights()
@@ -165,9 +173,11 @@ class Chooser:
         )
 
     def _left_out(self, best: Forecast) -> str:
-        """Name what would be sooner, if ``at_most`` leaves it out."""
+        """Name what would be sooner, if ``at_most`` leaves it out, or say that it would leave out everything."""
         free, at_most = soonest(self.forecasts)[0], self._auto.at_most
-        if at_most is None or not free.seconds < best.seconds or loss_above(free.more_steps) <= at_most:
+        if not is_within(best, at_most):
+            return f" No candidate is expected to stay within at_most={at_most}; this one comes nearest."
+        if not free.seconds < best.seconds or is_within(free, at_most):
             return ""
         return (
             f" Left out, since its loss after as many steps is expected {loss_above(free.more_steps):.1%} above ddp's: "

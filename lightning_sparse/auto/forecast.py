@@ -5,6 +5,7 @@ The second is fitted on stored trainings of three tasks, which differ: docs/benc
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -15,7 +16,7 @@ from lightning_sparse.compressors.group import Group
 from lightning_sparse.compressors.wrappers import type_in_place
 from lightning_sparse.engine.groups import cut_into_fragments, message_lengths, pieces_of
 from lightning_sparse.fusion.costs import MOST, RUNS, GroupCosts, made_up, timed_into
-from lightning_sparse.fusion.model import Plan
+from lightning_sparse.fusion.model import Cost, Integers, Plan, SizeCost
 from lightning_sparse.fusion.planner import DDP_PLAN, IN_PLACE, Measured, best_plan
 from lightning_sparse.local_steps.replica import Replica
 from lightning_sparse.local_steps.settings import LocalSteps
@@ -66,6 +67,14 @@ class Forecast:
         return self.step_s * self.more_steps
 
 
+def sample(candidate: Candidate, costs: GroupCosts) -> None:
+    """Sample all costs that a forecast of ``candidate`` goes by."""
+    if candidate.local_steps:
+        _of_fragments(candidate, costs)
+    else:
+        costs.of_model(candidate.averaging)
+
+
 def forecast_of(candidate: Candidate, measured: Measured, costs: GroupCosts) -> Forecast:
     """Predict a step in which computing takes what was ``measured``, and messages what they would on a link."""
     return (_of_local_steps if candidate.local_steps else _of_gradients)(candidate, measured, costs)
@@ -91,21 +100,27 @@ def _of_local_steps(candidate: Candidate, measured: Measured, costs: GroupCosts)
     A processor that computes the step has the work of the exchange too; a device does not.  In every step the ranks of
     a member average all gradients among themselves.
     """
-    pieces = pieces_of(costs.parameters, candidate.averaging)
-    sizes = np.array(cut_into_fragments([[piece] for piece in pieces], candidate.local_steps)[1])
-    cost = costs.of_groups(candidate.averaging, int(sizes.max()))
-    busy_s, _, latency_s = cost.at(sizes)
-    n = min(int(sizes.max()), MOST)
-    inside_s = costs.inside.seconds(int(sizes.sum()))
-    own_s = measured.computing_s + inside_s + applying_s(n, costs) / n * sizes + (costs.device.type == "cpu") * busy_s
+    sizes, exchange, applying = _of_fragments(candidate, costs)
+    busy_s, _, latency_s = exchange.at(sizes)
+    own_s = measured.computing_s + costs.inside.seconds(int(sizes.sum())) + applying.at(sizes)[0]
+    own_s += (costs.device.type == "cpu") * busy_s
     step_s = float(np.maximum(own_s, latency_s).mean())
     limit = "network" if (latency_s > own_s).mean() > 0.5 else "backward"
-    sent_bytes = float(cost.bytes_each * sizes.mean())
+    sent_bytes = float(exchange.bytes_each * sizes.mean())
     return Forecast(candidate, step_s, step_s, sent_bytes, limit, costs.size)
 
 
-def applying_s(n: int, costs: GroupCosts) -> float:
-    """Seconds in which a rank takes up its slice of ``n`` weights after local steps and applies their exchange."""
+def _of_fragments(candidate: Candidate, costs: GroupCosts) -> tuple[Integers, Cost, Cost]:
+    """The elements of each fragment [H], what its exchange costs, and what it takes to apply this."""
+    pieces = pieces_of(costs.parameters, candidate.averaging)
+    sizes = np.array(cut_into_fragments([[piece] for piece in pieces], candidate.local_steps)[1])
+    largest = int(sizes.max())
+    applying = costs.sampled("applying an exchange", min(largest, MOST), partial(applied, costs))
+    return sizes, costs.of_groups(candidate.averaging, largest), applying
+
+
+def applied(costs: GroupCosts, n: int) -> SizeCost:
+    """What a rank takes to take up its slice of ``n`` weights after local steps, and to apply their exchange."""
     weights = made_up(-(-n // costs.inside.local_size), 0, costs.device)
     replica = Replica(Group(0, ("simulated",), (weights,)), Dense(), 0, LocalSteps(2))
     seconds = []
@@ -116,7 +131,7 @@ def applying_s(n: int, costs: GroupCosts) -> float:
         replica.set_move(replica.group.unsent, costs.size)
         with timed_into(seconds, costs.device, costs.now):
             replica.apply_move()
-    return min(seconds[1:])
+    return SizeCost(n, *3 * (min(seconds[1:]),), 0)
 
 
 def _limit(plan: Plan) -> str:

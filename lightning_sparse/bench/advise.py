@@ -53,6 +53,7 @@ STEPS = sum(COUNTS)
 TOO_SMALL = "nothing to advise: the model is too small to gain by sending less. Use plain DDP."
 STEPS_OF_DDP = 1000  # Whose loss others are expected to reach in so many seconds.
 MOST_STEPS = 100  # in which sparse_auto must have chosen
+AT_MOST = Auto.at_most or 0.0  # The part by which sparse_auto lets a loss be above ddp's by default.
 NOISE = 0.05  # Part by which something must be sooner than plain DDP to be named.
 HOOK = (  # of PyTorch
     "from lightning.pytorch.strategies import DDPStrategy",
@@ -216,8 +217,11 @@ def table(advices: Sequence[Advice], title: str) -> Table:
         f"steps: expected to the loss that ddp has after {STEPS_OF_DDP:,}; to loss: a step times these; sends: a rank, "
         "in a step; ~: predicted, not measured"
     )
+    left_out = _left_out_of(advices[2:])
+    if left_out:
+        result.caption += "; in parentheses: left out by sparse_auto for the loss after as many steps"
     for a in sorted(advices, key=lambda a: (a.seconds, a.step_s)):
-        name = f"[bold]{a.name}[/bold]" if a.chosen else a.name
+        name = f"[bold]{a.name}[/bold]" if a.chosen else f"({a.name})" if a in left_out else a.name
         step, steps = f"{'' if a.measured else '~'}{ms(a.step_s)}", f"{STEPS_OF_DDP * a.more_steps:,.0f}"
         result.add_row(name, step, steps, f"{STEPS_OF_DDP * a.seconds:,.0f} s", human_bytes(a.sent_bytes), a.limit)
     return result
@@ -298,16 +302,21 @@ def _of_one_machine(alone: Advice, ddp: Advice, best: Advice) -> str:
     )
 
 
+def _left_out_of(candidates: Sequence[Advice]) -> list[Advice]:
+    """Those that are expected to lose more than sparse_auto accepts by default."""
+    return [a for a in candidates if loss_above(a.more_steps) > AT_MOST]
+
+
 def _left_out(best: Advice, candidates: Sequence[Advice]) -> list[str]:
-    """Name what would be sooner than ``best``, and why it was not taken."""
-    least, at_most = min(candidates, key=lambda a: a.seconds), Auto.at_most or 0.0
-    if not least.seconds < best.seconds or loss_above(least.more_steps) <= at_most:
+    """Name what would be soonest, if that is not ``best``, and why it was not taken."""
+    least = min(candidates, key=lambda a: a.seconds)
+    if not least.seconds < best.seconds or least not in _left_out_of(candidates):
         return []
     return [
         "",
         f"{least.name} is expected to be {1 - least.seconds / best.seconds:.0%} sooner still, but its loss after as "
         f"many steps {loss_above(least.more_steps):.0%} above plain DDP's; sparse_auto takes what is expected to be at "
-        f"most {at_most:.0%} above. To have it:",
+        f"most {AT_MOST:.0%} above. To have it:",
         "",
         f"    {least.python}",
     ]

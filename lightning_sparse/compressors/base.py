@@ -261,18 +261,17 @@ def take_steps(
     compressor: Compressor,
     groups: Sequence[Group],
     network: SimNetwork,
-    around_first: Callable[[Rounds], Rounds] = lambda rounds: rounds,
+    around: Callable[[Rounds], Rounds] = lambda rounds: rounds,
 ) -> Tensor | Sparse:
     """Sum what the ranks send in one step of one group, [P], message by message; returns the total [n] of all ranks.
 
     Before it ``unsent`` of each rank's group holds what the rank has not sent; after it what it keeps.
-    ``around_first`` wraps what rank 0 does, to time it.  Totals are compared where the network ``checks``.
+    ``around`` wraps what a rank does, to time it.  Totals are compared where the network ``checks``.
 
     Raises:
         AssertionError: if the ranks launch different messages, or end with different totals.
     """
-    own, *others = (take_step(compressor, group, comm) for group, comm in zip(groups, network.comms, strict=True))
-    totals = network.run([around_first(own), *others])
+    totals = network.run([around(take_step(compressor, *each)) for each in zip(groups, network.comms, strict=True)])
     if network.checks:
         first, *rest = (dense(total, groups[0].n) for total in totals)
         for rank, other in enumerate(rest, start=1):

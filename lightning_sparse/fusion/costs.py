@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_sparse.compressors import Compressor
@@ -75,11 +76,31 @@ class GroupCosts:
     def of_groups(self, compressor: Compressor, largest: int) -> Cost:
         """The cost of groups of up to ``largest`` elements, of which fewer are simulated."""
         largest = max(1, min(largest, self.inside.local_size * (MOST // min(self.size, RANKS))))
-        key = (as_text(compressor), largest)
-        if key not in self._kept:
-            few, many = (self._of_member(n, partial(self.simulated, compressor)) for n in (min(FEW, largest), largest))
-            self._kept[key] = self.in_place(compressor) or Cost(few, many)
-        return self._kept[key]
+        of_slice = partial(self.simulated, compressor)
+        return self.in_place(compressor) or self.sampled(
+            as_text(compressor), largest, lambda n: self._of_member(n, of_slice)
+        )
+
+    def sampled(self, what: str, largest: int, sample: Callable[[int], SizeCost]) -> Cost:
+        """The cost of ``what``, of which a ``sample`` is taken of few elements and of the ``largest`` number, once."""
+        if (what, largest) not in self._kept:
+            self._kept[what, largest] = Cost(sample(min(FEW, largest)), sample(largest))
+        return self._kept[what, largest]
+
+    def agree(self, medians: Callable[[Sequence[float]], NDArray[np.float64]]) -> None:
+        """Go by the medians over the ranks of all samples, which are short: one rank's are off by half or more.
+
+        To be called on every rank, where all have sampled the same.
+        """
+        times = [s for cost in self._kept.values() for each in cost for s in each[1:4]]
+        rows = np.nan_to_num(medians(times)).reshape(-1, 2, 3)  # NaN: no rank has any
+        for (key, cost), row in zip(list(self._kept.items()), rows.tolist(), strict=True):
+            self._kept[key] = Cost(
+                *(
+                    SizeCost(each.elements, busy_s, spacing_s, latency_s, each.sent_bytes)
+                    for each, (busy_s, spacing_s, latency_s) in zip(cost, row, strict=True)
+                )
+            )
 
     def _of_member(self, n: int, of_slice: Callable[[int], SizeCost]) -> SizeCost:
         """The cost of a group of ``n`` elements, where that of a slice is ``of_slice``.
@@ -121,14 +142,15 @@ class GroupCosts:
         for _ in range(RUNS):
             busy_s.append(0.0)
             sent_before, hops_before = comm.sent_bytes, comm.hops
-            for group, gradient in zip(groups, gradients, strict=True):
-                with timed_into(busy_s if group is groups[0] else [0.0], device, now):
+            with timed_into(busy_s, device, now):
+                for group, gradient in zip(groups, gradients, strict=True):
                     group.unsent.copy_(gradient)
             total = take_steps(compressor, groups, network, lambda own: _timed(own, busy_s, device, now))
             with timed_into(busy_s, device, now):
-                groups[0].hand_back(total, [bucket], simulated)
+                for group in groups:
+                    group.hand_back(total, [bucket], simulated)
         sent = round((comm.sent_bytes - sent_before) * (1 - 1 / size) * simulated / max(simulated - 1, 1))
-        busy, wire_s = min(busy_s[1:]), sent * link.s_per_byte
+        busy, wire_s = min(busy_s[1:]) / simulated, sent * link.s_per_byte
         wait_s = wire_s + (comm.hops - hops_before) * link.latency_s
         return SizeCost(n, busy, max(busy, wire_s, (busy + wait_s) / 2), busy + wait_s, sent)
 

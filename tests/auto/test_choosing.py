@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +16,7 @@ from torch import Tensor
 import lightning_sparse as ls
 from lightning_sparse.auto import chooser as chooser_module
 from lightning_sparse.auto.chooser import Chooser, soonest
-from lightning_sparse.auto.forecast import Forecast, forecast_of, likely, loss_above, more_steps
+from lightning_sparse.auto.forecast import Forecast, forecast_of, likely, loss_above, more_steps, sample
 from lightning_sparse.auto.policy import CANDIDATES
 from lightning_sparse.auto.trial import try_on
 from lightning_sparse.auto.trials import LASTS_S, Trials
@@ -35,6 +36,9 @@ SELECTING = [
 ]
 LAYERS = {"a": torch.empty(1024, 64), "b": torch.empty(1024, 512)}
 MEASURED = Measured([0.01, 0.02], span_s=0.05, rest_s=0.01, groups=[["b", "a"]])
+MEASURED_LATE = Measured(
+    [0.01], span_s=0.01, rest_s=0.0, groups=[["layer"]]
+)  # of one layer, beside which nothing is sent
 COSTS = GroupCosts(LAYERS, Link(0.001, 1e-9, 0.002), 4)
 
 
@@ -114,6 +118,17 @@ def test_float32_in_several_buckets_takes_the_time_of_its_bytes() -> None:
 def test_a_clock_that_stands_still_leaves_a_forecast_of_the_network(candidate: ls.Candidate, now_s: float) -> None:
     costs = GroupCosts(LAYERS, Link(0.001, 1e-8), 4, now=lambda: now_s)
     assert math.isfinite(forecast_of(candidate, MEASURED, costs).step_s)
+
+
+@pytest.mark.parametrize("candidate", [ls.Candidate(ls.Dense(), "int4"), ls.Candidate(ls.Dense(), "int4", 2)], ids=str)
+def test_what_one_rank_sampled_counts_no_more_than_the_others(candidate: ls.Candidate) -> None:
+    layers = {"layer": torch.empty(2**20)}
+    alone, agreed = (costs_on(Link(1e-6, 1e-12), layers) for _ in range(2))
+    for costs in (alone, agreed):
+        sample(candidate, costs)
+    agreed.agree(lambda own: np.median([own, np.multiply(own, 3), np.multiply(own, 5)], axis=0))
+    few, many = (forecast_of(candidate, MEASURED_LATE, costs).step_s for costs in (alone, agreed))
+    assert many - MEASURED_LATE.computing_s == pytest.approx(3 * (few - MEASURED_LATE.computing_s), rel=0.01)
 
 
 @pytest.mark.parametrize("candidate", [*CANDIDATES[:4], *SELECTING[:2]], ids=str)
@@ -286,6 +301,9 @@ def test_a_limit_of_the_loss_is_kept_and_what_it_costs_is_said(monkeypatch: pyte
         else:
             assert "It is expected to need 1,020 steps for the loss that ddp has after 1,000" in said[1]
             assert said[1].endswith("; dense, float32 would take 139% longer.")
+    said.clear()
+    choose(look(monkeypatch, {LOCAL2: 41.0, LOCAL4: 30.0}, at_most=0.0), {LOCAL2: 41.0, LOCAL4: 30.0})
+    assert said[1].endswith(" No candidate is expected to stay within at_most=0.0; this one comes nearest.")
 
 
 def test_what_is_known_of_one_tells_of_the_others() -> None:

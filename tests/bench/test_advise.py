@@ -78,7 +78,7 @@ def test_what_bfloat16_needs_is_said() -> None:
 def test_a_row_is_a_step_times_the_steps_that_it_needs_and_fits_a_terminal() -> None:
     shown = table(advised(12.0, 0.6, 0.3, 0.49), "gpt_10m on 24x50mbit, predicted from one process")
     columns = {str(column.header): [str(cell) for cell in column.cells] for column in shown.columns}
-    names = ["one machine alone", f"[bold]{LOCAL}[/bold]", str(MICRO), str(INT4), "ddp", str(DENSE)]
+    names = ["one machine alone", f"[bold]{LOCAL}[/bold]", f"({MICRO})", str(INT4), "ddp", str(DENSE)]
     assert columns["strategy"] == names
     assert columns["steps"] == ["1,500", "1,020", "1,822", "1,030", "1,000", "1,000"]
     assert columns["to loss"] == ["450 s", "500 s", "547 s", "618 s", "12,000 s", "12,000 s"]
@@ -86,6 +86,7 @@ def test_a_row_is_a_step_times_the_steps_that_it_needs_and_fits_a_terminal() -> 
         (console := Console(width=width, record=True, file=StringIO())).print(shown)
         text = console.export_text()
         assert "network" in text
+        assert "left out by sparse_auto" in " ".join(text.split())  # since they lose more than it accepts
         assert "…" not in text
 
 
@@ -162,7 +163,7 @@ def test_advice_for_a_link(link: str) -> None:
         assert chosen.step_s < 0.2 * dense.step_s
     else:
         assert dense.step_s < 0.05
-        assert found[str(INT4)].step_s > 0.98 * dense.step_s  # nothing is saved
+        assert found[str(INT4)].step_s > 0.95 * dense.step_s  # next to nothing is saved
 
 
 def test_modelled_costs_follow_bytes_and_hops() -> None:
