@@ -71,12 +71,12 @@ class Options:
         return cls(by_name(compressor), check_fusion(fusion), **others)
 
     def __post_init__(self) -> None:
-        default = "float32" if isinstance(self.compressor, Auto) else self.compressor.default_wire_dtype
-        wire_dtype = default if self.wire_dtype is None else self.wire_dtype
-        object.__setattr__(self, "wire_dtype", wire_format(wire_dtype).name)  # whichever of its names was given
         object.__setattr__(self, "exact", checked_patterns("exact", self.exact))
         if self.policy:
             self._check_auto()
+        default = "float32" if isinstance(self.compressor, Auto) else self.compressor.default_wire_dtype
+        wire_dtype = default if self.wire_dtype is None else self.wire_dtype
+        object.__setattr__(self, "wire_dtype", wire_format(wire_dtype).name)  # whichever of its names was given
         check_whole("warmup_steps", self.warmup_steps, 0, "Give a number of dense steps, 0 for none.")
         check_one_of("residuals", self.residuals, RESIDUALS)
         if self.local_group not in (AUTO, NODE):
@@ -94,7 +94,8 @@ class Options:
         elif self.elastic:
             raise ValueError(
                 f"elastic must be combined with local_steps, of which alone hosts can miss some; got local_steps=0 and "
-                f"elastic={self.elastic!r}. Give local_steps=2, say, or leave out elastic."
+                f"elastic={self.elastic!r}. Name a compressor, and give local_steps=2, say: "
+                "SparseDDPStrategy('sparse_dense', local_steps=2, elastic=True). Or leave out elastic."
             )
 
     @property
@@ -127,7 +128,7 @@ class Options:
                 f"fusion={self.fusion!r} cannot be combined with sparse_auto, which chooses from what LayerFusion "
                 f"measures. Give fusion='layer', or name a compressor{EXAMPLE}."
             )
-        if self.wire_dtype != "float32":
+        if self.wire_dtype is not None:
             raise ValueError(
                 f"wire_dtype={self.wire_dtype!r} cannot be combined with sparse_auto, whose candidates have formats of "
                 f"their own. Leave it out, or name a compressor{EXAMPLE}."

@@ -116,7 +116,8 @@ class Auto:
         for each in given:
             if not isinstance(each, Candidate | Compressor):
                 raise ValueError(
-                    f"Auto: candidates must be a list of Candidate, or of compressors; got {each!r} in it."
+                    f"Auto: candidates must be a list of Candidate, or of compressors; got {each!r} in it. Give "
+                    "MiCRO(), say, or Candidate(Dense(), 'int4')."
                 )
         candidates = tuple(dict.fromkeys(c if isinstance(c, Candidate) else Candidate(c) for c in given))
         object.__setattr__(self, "candidates", candidates)  # a config file gives a list

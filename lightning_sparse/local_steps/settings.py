@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass, replace
 
 from lightning_sparse.checks import check_one_of, check_setting, check_switch, check_whole, is_number
-from lightning_sparse.compressors import Compressor, Dense, ExactFor, Rounded
+from lightning_sparse.compressors import Compressor, Dense
+from lightning_sparse.compressors.wrappers import Wrapper
 from lightning_sparse.settings import names_checked
 
 SECOND_MOMENTS = ("mean", "own")
@@ -90,7 +91,7 @@ class LocalSteps:
         if self.lead is not None:
             return self
         wire_dtype = ""
-        while isinstance(compressor, Rounded | ExactFor):
+        while isinstance(compressor, Wrapper):
             wire_dtype, compressor = getattr(compressor, "wire_dtype", wire_dtype), compressor.wrapped
         soon = isinstance(compressor, Dense) and self.steps <= MOST_AHEAD and self.overlap
         if not soon or self.error_decay is not None or self.outer_rate != 1 or self.outer_momentum:

@@ -361,6 +361,7 @@ def test_local_steps_are_candidates_only_where_their_average_is_shown() -> None:
         (lambda: ls.Candidate(ls.MiCRO(), "int3"), "int3"),
         (lambda: ls.Candidate(ls.MiCRO(), local_steps=-1), "local_steps must be"),
         (lambda: ls.SparseDDPStrategy("sparse_auto", wire_dtype="int8"), "cannot be combined with sparse_auto"),
+        (lambda: ls.SparseDDPStrategy("sparse_auto", wire_dtype="float32"), "wire_dtype='float32' cannot be combined"),
         (lambda: ls.Auto(()), "a list of one candidate or more"),
         (lambda: ls.Auto(at_most=-0.1), "at_most must be a number from 0 to 1, or None; got -0.1"),
         (lambda: ls.Auto(at_most=5), "got 5. Give the part"),  # 5 %, it was meant to be

@@ -18,6 +18,7 @@ from lightning_sparse.local_steps.set_by_others import SetByOthers
 from lightning_sparse.local_steps.untrained import Untrained, untrained_of
 from lightning_sparse.local_steps.weights import Weights
 from lightning_sparse.network.simulated import SimNetwork, same_bits
+from lightning_sparse.options import Options
 from lightning_sparse.wire import SIGN, WIRE_DTYPES
 from tests.support.compressors import EVERY_COMPRESSOR
 
@@ -286,3 +287,22 @@ def test_what_is_to_be_sent_passes_through_the_compressor(compressor: ls.Compres
         weights += 1
     replica.snapshot(1)
     assert replica.group.unsent.tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "lead"),
+    [
+        ({"wire_dtype": "int4"}, 1.43),
+        ({"wire_dtype": "sign"}, 1.25),
+        ({"wire_dtype": "int4", "warmup_steps": 3}, 1.43),
+        ({"wire_dtype": "sign", "exact": ["*bias"]}, 1.25),
+        ({"compressor": "micro"}, 1.0),
+        ({"local_steps": 5}, 1.0),
+        ({"local_steps": ls.LocalSteps(2, outer_momentum=0.5)}, 1.0),
+    ],
+    ids=str,
+)
+def test_how_far_a_rank_looks_ahead_depends_on_what_is_sent(options: dict[str, Any], lead: float) -> None:
+    given = Options.of(fusion="layer", **{"compressor": "sparse_dense", "local_steps": 2} | options)
+    assert given.local is not None
+    assert given.local.with_lead(given.averaging).lead == pytest.approx(lead, abs=0.005)
