@@ -155,7 +155,7 @@ class SparseHook:
         rank_zero_info(
             f"lightning_sparse: {brief(options.compressor)} averages {sum(g.elements for g in self.averager.groups):,} "
             f"elements among {'all hosts that come' if options.hosts else members}"
-            f"{f', each once in {options.local.steps} local steps' if options.local else ''}."
+            f"{f', each once in {options.local.steps} local steps' if options.local and self.averager.local else ''}."
         )
 
     def _watch(self, ddp: DistributedDataParallel) -> list[RemovableHandle]:

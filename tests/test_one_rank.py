@@ -66,6 +66,22 @@ def test_every_strategy_updates_all_elements_and_says_why(alone: Any, name: str)
     assert run.hook.averager.last.picked == 100
 
 
+@pytest.mark.parametrize("options", [{}, {"warmup_steps": 3}, {"wire_dtype": "sign"}], ids=str)
+def test_local_steps_are_not_taken_and_end_where_ddp_does(alone: Any, options: dict[str, Any]) -> None:
+    run = alone("sparse_dense", local_steps=2, **({"wire_dtype": "int4"} | options))
+    model, plain = run.ddp.module, nn.Linear(100, 1, bias=False)
+    plain.load_state_dict(model.state_dict())
+    optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (run.ddp, plain)]
+    for _ in range(9):
+        x = torch.randn(4, 100)
+        for module, optimizer in zip((run.ddp, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            (module(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+    assert [each[: len(ALONE)] for each in run.said] == [ALONE]
+    assert torch.equal(model.weight, plain.weight)
+
+
 @pytest.mark.parametrize("residuals", ["per_rank", "mean"])
 def test_what_several_ranks_had_not_sent_is_delivered_at_once(alone: Any, residuals: str) -> None:
     run = alone(ls.TopK(density=0.01), fusion="layer")

@@ -19,8 +19,7 @@ from torch.optim import Optimizer
 from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.checkpoint.rank_local import in_order, set_tensors, tensors_everywhere
 from lightning_sparse.checks import class_names, uncompiled
-from lightning_sparse.compressors import Compressor, Dense, ExactFor
-from lightning_sparse.compressors.wrappers import without_format
+from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.elastic.averager import ElasticAverager
 from lightning_sparse.elastic.membership import LAYERS
 from lightning_sparse.engine.averager import Averager, lanes_of
@@ -117,8 +116,7 @@ class ActiveAverager:
         self._said_untrained = self._said_lbfgs = False
         self._noted: list[weakref.ref[Optimizer]] = []  # on every rank
         size = groups.members.size if config.elastic is None else sys.maxsize  # hosts that may come
-        compressor = _dense_if_alone(config.compressor, size)
-        self._first = replace(config, compressor=compressor)
+        self._first = _dense_if_alone(config, size, is_sharded=hasattr(ddp, "sharded"))
         self._make(self._first)
 
     def _make(self, config: AveragingConfig) -> None:
@@ -283,17 +281,21 @@ class ActiveAverager:
         return {key: mean.view(x.shape).to(x) for (key, x), mean in zip(tensors.items(), means, strict=True)}
 
 
-def _dense_if_alone(compressor: Compressor, size: int) -> Compressor:
-    """``compressor``, or among ``size`` = 1 members its dense form: there is nobody to send to."""
+def _dense_if_alone(config: AveragingConfig, size: int, is_sharded: bool) -> AveragingConfig:
+    """``config``, or among ``size`` = 1 members, of which one has nobody to send to, dense sums of gradients.
+
+    A model that is sharded for local steps takes them all the same.
+    """
     if size > 1:
-        return compressor
-    named = without_format(compressor.wrapped if isinstance(compressor, ExactFor) else compressor)
-    if not isinstance(named, Dense):
+        return config
+    local = config.local if is_sharded else None
+    alone = replace(config, compressor=config.compressor.dense_variant(), local=local)
+    if not same(config.compressor, alone.compressor) or config.local is not local:
         rank_zero_warn(
-            f"There is one rank, node or replica, and nobody to send to: {named} is not used, and every step "
-            "updates all elements. Start more, or use strategy='auto'."
+            "There is one rank, node or replica, and nobody to send to: every step updates all elements, as under ddp, "
+            "whatever the compressor and local_steps. Start more, or use strategy='auto'."
         )
-    return compressor.dense_variant()
+    return alone
 
 
 # - what an averager is made of

@@ -157,7 +157,9 @@ class Chooser:
             f"lightning_sparse: sparse_auto goes on with {best.candidate}. A step takes {1e3 * best.step_s:.0f} ms, "
             f"and would take {1e3 * alone_s:.0f} ms if it sent nothing."
         )
-        rank_zero_info(f"lightning_sparse: {self._why(best)}{self._left_out(best)}")
+        within = is_within(best, self._auto.at_most)
+        nearest = f"No candidate is expected to stay within at_most={self._auto.at_most}; this one comes nearest."
+        rank_zero_info(f"lightning_sparse: {self._why(best) + self._left_out(best) if within else nearest}")
 
     def _why(self, best: Forecast) -> str:
         """Compare with float32 sums, or where these are the best with what would come next."""
@@ -173,11 +175,9 @@ class Chooser:
         )
 
     def _left_out(self, best: Forecast) -> str:
-        """Name what would be sooner, if ``at_most`` leaves it out, or say that it would leave out everything."""
-        free, at_most = soonest(self.forecasts)[0], self._auto.at_most
-        if not is_within(best, at_most):
-            return f" No candidate is expected to stay within at_most={at_most}; this one comes nearest."
-        if not free.seconds < best.seconds or is_within(free, at_most):
+        """Name what would be sooner, if ``at_most`` leaves it out."""
+        free = soonest(self.forecasts)[0]
+        if not free.seconds < best.seconds or is_within(free, self._auto.at_most):
             return ""
         return (
             f" Left out, since its loss after as many steps is expected {loss_above(free.more_steps):.1%} above ddp's: "

@@ -329,5 +329,5 @@ def busy() -> str:
         return ""
     return (
         f"This machine is busy: {load:.1f} programs have been running on its {cores} cores in the last minute, so "
-        "steps may be shorter than measured here. Ask again when nothing else runs."
+        "what is said here may be wrong by far: sampled times are short. Ask again when nothing else runs."
     )

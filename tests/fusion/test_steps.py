@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
+from lightning_sparse.auto import active_averager
 from lightning_sparse.fusion import steps
 from lightning_sparse.fusion.steps import (
     BetweenSteps,
@@ -164,8 +165,11 @@ def test_a_step_before_which_somebody_evaluated_is_not_timed() -> None:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("local_steps", [0, 2])
-def test_an_evaluation_is_noticed_where_the_forward_is_within_the_optimizers_step(local_steps: int) -> None:
+def test_an_evaluation_is_noticed_where_the_forward_is_within_the_optimizers_step(
+    local_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As in Lightning, whose optimizers are given a closure."""
+    monkeypatch.setattr(active_averager, "_dense_if_alone", lambda config, *_, **__: config)
     ddp = DistributedDataParallel(nn.Linear(2, 1))
     hook = ls.SparseHook(ddp, "sparse_dense", fusion="bucket", local_steps=local_steps)
     optimizer, seen = torch.optim.SGD(ddp.parameters(), lr=0.1), []
