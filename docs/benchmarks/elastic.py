@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from simulate import validation_loss
 
 import lightning_sparse as ls
+from lightning_sparse.bench.compare.ranks import free_port
 from lightning_sparse.bench.compare.workloads import byte_lm, learning_rate
 
 PEAK = 3e-3  # the learning rate, which falls as a cosine
@@ -139,13 +139,6 @@ class Host:
         """Send it to another rank of this host than the first."""
         with suppress(OSError):
             os.kill(int(self.diary.with_suffix(".pid").read_text()), number)
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 class Training:

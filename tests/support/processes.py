@@ -1,11 +1,8 @@
 """Real ranks: processes that end in time, over Gloo."""
 
-import contextlib
 import io
 import multiprocessing
 import os
-import random
-import socket
 import time
 import traceback
 import warnings
@@ -16,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from lightning_sparse.bench.compare.ranks import free_port
 
 LIMIT_S = 100  # for what ranks do in a test
 IMPORTED = [  # once, for all ranks: what every test file imports, and what takes long
@@ -174,12 +173,3 @@ def print_to(output: Path) -> None:
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-
-
-def free_port() -> int:
-    """A port that is free, and below those the kernel gives to outgoing connections, which might take it meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(10_000, 30_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port

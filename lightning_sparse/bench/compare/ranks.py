@@ -6,6 +6,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import time
@@ -128,8 +129,7 @@ class Turn(NamedTuple):
 
     def go_on(self, times: int) -> None:
         """Let the processes of all ranks go on, which have done so as many ``times``; on rank 0."""
-        with socket.create_server(("", 0)) as server:
-            self.store.set(f"port {times}", str(server.getsockname()[1]))
+        self.store.set(f"port {times}", str(free_port()))
 
     def waiting(self, results: Connection) -> Generator[int, None, None]:
         """Wait in a turn's process, at each ``next``, until it may go on; yields a free port of rank 0."""
@@ -140,6 +140,14 @@ class Turn(NamedTuple):
             times += 1
             if self.place.rank == 0:
                 results.send(None)
+
+
+def free_port() -> int:
+    """A port that is free, and below those the kernel gives to outgoing connections, which might take it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def connect(place: RankInfo, patience: timedelta = PATIENCE) -> Store:

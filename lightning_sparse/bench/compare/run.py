@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Sequence
@@ -17,7 +16,7 @@ from rich.console import Console
 
 from lightning_sparse.bench.cluster import INTERFACE, MASTER_PORT, Cluster, ClusterError, parse, unavailable_reason
 from lightning_sparse.bench.compare import report, until_loss
-from lightning_sparse.bench.compare.ranks import RankInfo, on_shared_device
+from lightning_sparse.bench.compare.ranks import RankInfo, free_port, on_shared_device
 from lightning_sparse.bench.compare.records import Round
 from lightning_sparse.bench.compare.schedule import COMPILING, Schedule, schedules
 from lightning_sparse.bench.compare.strategies import parse_strategies
@@ -156,10 +155,8 @@ def on_this_machine(schedule: Schedule, size: int, on_one_device: bool = False) 
     Raises:
         RuntimeError: rank 0 failed, and has written why on standard error.
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     on_host = 1 if on_one_device else size  # each rank is then a host of its own, on its first device
-    sizes, meeting = (size, on_host, size // on_host), ("127.0.0.1", port, False)
+    sizes, meeting = (size, on_host, size // on_host), ("127.0.0.1", free_port(), False)
     places = [RankInfo(rank, rank % on_host, *sizes, *meeting, "lo") for rank in range(size)]
     with ExitStack() as stack:
         processes = []
