@@ -117,17 +117,14 @@ def _go_on(rank: int, size: int, way: str, path: Path, start: str | None, until:
     return begins.found[0], At.now(run), [str(each.message) for each in ours]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_each_of_other_ranks_starts_from_the_mean_of_weights_and_moments(
-    stages: dict[str, list[Stage]], stage: int
-) -> None:
+def test_each_of_other_ranks_starts_from_the_mean_of_weights_and_moments(stages: dict[str, list[Stage]]) -> None:
     """And the model of a checkpoint is the average of any number of ranks."""
-    last, now = stages["int4"][stage - 1], stages["int4"][stage]
+    last, now, _ = stages["int4"]
     file = last.saved["state_dict"]
     for at in now.begun:
         assert all(torch.equal(at.model[name], x) for name, x in file.items())
         assert all(torch.equal(x, file[name]) for name, x in at.average.items())
-    said = f"{SIZES['int4'][stage - 1]} ranks wrote it and {SIZES['int4'][stage]} read it, so each starts from the mean"
+    said = f"{SIZES['int4'][0]} ranks wrote it and {SIZES['int4'][1]} read it, so each starts from the mean"
     assert [said in each for each in now.said] == [True]
 
     before, after = residual(last.ended), residual(now.begun)
@@ -147,9 +144,10 @@ def residual(ranks: list[At]) -> Named:
     return {name: torch.stack([x[name] for x in each]).mean(0).nan_to_num(0.0) for name in each[0]}
 
 
-def test_sparse_auto_on_one_rank_goes_on_from_the_mean_of_the_ranks_own_weights(stages: dict[str, list[Stage]]) -> None:
+@pytest.mark.parametrize("way", ["int4", "sparse_auto"])
+def test_one_rank_goes_on_from_the_mean_of_the_ranks_own_weights(stages: dict[str, list[Stage]], way: str) -> None:
     """Alone it averages gradients, of which there is nobody to send any to."""
-    before, stage = stages["sparse_auto"]
+    before, stage = stages[way][-2:]
     for name in before.ended[0].average:
         mean = torch.stack([at.own[name].double() for at in before.ended]).mean(0)
         assert torch.allclose(stage.begun[0].own[name].double(), mean, rtol=0, atol=1e-6), name
