@@ -92,6 +92,8 @@ class GroupCosts:
 
         To be called on every rank, where all have sampled the same.
         """
+        if not self._kept:  # all candidates are sums in place
+            return
         times = [s for cost in self._kept.values() for each in cost for s in each[1:4]]
         rows = np.nan_to_num(medians(times)).reshape(-1, 2, 3)  # NaN: no rank has any
         for (key, cost), row in zip(list(self._kept.items()), rows.tolist(), strict=True):

@@ -131,6 +131,13 @@ def test_what_one_rank_sampled_counts_no_more_than_the_others(candidate: ls.Cand
     assert many - MEASURED_LATE.computing_s == pytest.approx(3 * (few - MEASURED_LATE.computing_s), rel=0.01)
 
 
+def test_where_nothing_is_sampled_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chooser_module, "median_over_ranks", lambda *_: pytest.fail("a message of nothing"))
+    averager: Any = Alone()
+    costs = GroupCosts(LAYERS, Link(0.001, 1e-9, 0.002), 4)
+    Chooser(ls.Auto([DENSE, BFLOAT16]), local=True).look(averager, MEASURED, costs, averager.record)
+
+
 @pytest.mark.parametrize("candidate", [*CANDIDATES[:4], *SELECTING[:2]], ids=str)
 def test_few_ranks_stand_for_many(candidate: ls.Candidate, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = GroupCosts(LAYERS, Link(1e-6, 1e-9), 16, now=ticking())
