@@ -131,7 +131,8 @@ def applied(costs: GroupCosts, n: int) -> SizeCost:
         replica.set_move(replica.group.unsent, costs.size)
         with timed_into(seconds, costs.device, costs.now):
             replica.apply_move()
-    return SizeCost(n, *3 * (min(seconds[1:]),), 0)
+    shortest_s = min(seconds[1:])
+    return SizeCost(n, shortest_s, shortest_s, shortest_s, sent_bytes=0)
 
 
 def _limit(plan: Plan) -> str:
