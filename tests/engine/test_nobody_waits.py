@@ -1,4 +1,4 @@
-"""No step of a training waits for the device, but where ``docs/gpu.md`` says so, and what its streams do to the same
+"""No step of a training waits for the device, but where ``docs/internals.md`` says so, and what its streams do to the same
 memory is ordered: on a fake device, of which nothing is known but shapes, every look at data and every access is noted.
 """
 
@@ -46,7 +46,7 @@ from tests.support.on_fake_cuda import (
     watching,
 )
 
-#: Where the host may wait for the device: the function that does, and what docs/gpu.md says of it.
+#: Where the host may wait for the device: the function that does, and what docs/internals.md says of it.
 MAY_WAIT = {
     "compressors/micro.py reduce": "`micro`, in the first step and where its threshold was lost",
     "engine/inside.py mean_of_slices": "a rank that did not use",
@@ -300,7 +300,7 @@ def test_what_a_checkpoint_has_on_the_cpu_goes_on_on_a_device(settings: dict[str
 
 
 def test_the_documentation_lists_what_waits() -> None:
-    text = " ".join((Path(__file__).parents[2] / "docs" / "gpu.md").read_text().split())
+    text = " ".join((Path(__file__).parents[2] / "docs" / "internals.md").read_text().split())
     assert not [why for why in MAY_WAIT.values() if why not in text]
 
 
