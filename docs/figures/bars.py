@@ -1,4 +1,4 @@
-"""Draw how long a step takes and seconds to a loss as bars, from the newest stored runs, for the README and results.
+"""Draw how long a step takes and seconds to a loss as bars, from the newest stored runs, for the site's pages.
 
 Run: python docs/figures/bars.py
 """
@@ -11,8 +11,7 @@ import style as s
 from matplotlib.axes import Axes
 from runs import NO_COMMUNICATION, Run, is_peer, label, link, newest, stored
 
-WORKLOAD = "byte_lm"
-README_LINKS = ("4x100mbit",)
+SHOWN = ("gpt_3m", "4x1gbit")  # on the first page
 ROW, BAR, HEAD = 19, 12, 40  # points: from bar to bar, height of a bar, heading of a link
 NAMES, STEP, LOSS = 12, 128, 244  # points from the left: names, the two columns of bars
 LONGEST = 66  # points
@@ -43,7 +42,7 @@ def best(run: Run, cluster: str, strategies: Iterable[str]) -> list[str]:
 
 
 def short_list(run: Run, cluster: str) -> list[str]:
-    """What the README shows: DDP, its hook, the best PowerSGD, sparse_auto, the best other of ours, no network."""
+    """What the first page shows: DDP, its hook, the best PowerSGD, sparse_auto, the best other of ours, no network."""
     known = run.strategies(cluster)
     ours = [name for name in known if not is_peer(name) and not name.startswith("sparse_auto")]
     chosen = {"ddp", "bf16_hook", "sparse_auto", NO_COMMUNICATION}
@@ -106,10 +105,9 @@ def draw(name: str, shown: Sequence[tuple[Run, str, Sequence[str]]], folder: Pat
 
 
 def main(folder: Path = s.FOLDER) -> None:
-    """Draw the README's figure."""
-    runs = newest(stored())
-    found = [(runs[WORKLOAD, cluster], cluster) for cluster in README_LINKS if (WORKLOAD, cluster) in runs]
-    draw("speed", [(run, cluster, short_list(run, cluster)) for run, cluster in found], folder)
+    """Draw the figure of the first page."""
+    run, cluster = newest(stored())[SHOWN], SHOWN[1]
+    draw("speed", [(run, cluster, short_list(run, cluster))], folder)
 
 
 if __name__ == "__main__":

@@ -169,7 +169,8 @@ def of_tasks() -> Tasks:
         if "lead=" not in result.run.strategy and (name == LOCAL or "local_steps" not in result.run.strategy)
     ]
     found = {}
-    for task, kind in TASKS.items():
+    for task in LOOKS:
+        kind = TASKS[task]
         usual = (task, kind.optimizer, kind.steps)
         own = [each for each in results if (each.run.task, each.run.optimizer, each.run.steps) == usual]
         alone = points(each for each in own if each.run.ranks == 1)["ddp"]

@@ -174,13 +174,17 @@ class ActiveAverager:
         groups = apart(self._names, pieces)
         self.averager.regroup(make_groups(self.parameters, self.config.compressor, groups, self.averager.cut))
 
+    @property
+    def needs_full_sums(self) -> bool:
+        """Whether an optimizer goes astray with means that are not those of this step's gradients."""
+        return "LBFGS" in class_names(self.optimizers.seen)
+
     def _warn_of_lbfgs(self) -> None:
-        """Warn once where LBFGS steps with means that are not those of this step's gradients."""
         averager = self.averager
         if self._said_lbfgs or self.config.local is not None or averager.size == 1:
             return
         is_exact = all(isinstance(c, Dense) for c in averager.compressors)
-        if not is_exact and "LBFGS" in class_names(self.optimizers.seen):
+        if not is_exact and self.needs_full_sums:
             self._said_lbfgs = True
             rank_zero_warn(
                 "LBFGS may end far above the loss of ddp where gradients are compressed: it was 916 % with int4 and "
@@ -232,6 +236,11 @@ class ActiveAverager:
         return self.averager.close()
 
     # - changes, on every rank between two steps
+
+    def to_full_sums(self) -> None:
+        """Sum gradients in full and in float32 from now on; what is unsent goes with the first."""
+        self._first = replace(self._first, compressor=Dense())
+        self.to_gradients()
 
     def to_gradients(self) -> None:
         """Average gradients as at first; with local steps from the mean of all weights and optimizer states."""

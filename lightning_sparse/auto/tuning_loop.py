@@ -24,6 +24,7 @@ from lightning_sparse.network.costs import Link
 from lightning_sparse.network.process_groups import ProcessGroups
 from lightning_sparse.settings import same
 
+IN_FLOAT32 = "lightning_sparse: sparse_auto sums gradients in float32, as ddp does"
 NONE_SEEN = -1  # In the place of the number of steps that were seen: before the first step there is a pass too.
 
 
@@ -53,6 +54,8 @@ class TuningLoop:
         local = active.averager.local
         if local is None or not local.is_half_made:
             active.averager.settle()
+            if self.chooser and active.needs_full_sums:
+                self._sum_in_full()
             active.group_by_optimizer()
             if active.averager.steps != self._seen:  # else gradients are being accumulated
                 self._seen = active.averager.steps
@@ -69,6 +72,13 @@ class TuningLoop:
             return
         next(self._passes)
         self._at_work = self._at_work_now
+
+    def _sum_in_full(self) -> None:
+        """Choose nothing any more, and sum as ddp does."""
+        self.chooser = None
+        self.active.to_full_sums()
+        self._start()
+        rank_zero_info(f"{IN_FLOAT32}: LBFGS may end far from there with any others.")
 
     @property
     def _at_work_now(self) -> Compressor | None:
@@ -187,9 +197,7 @@ def tuning_loop_of(
     alone = groups.members.size == 1  # with nobody to send to
     if policy is not None and policy.start == START and not alone and not is_worth_planning(parameters):
         config = replace(config, compressor=Dense())
-        rank_zero_info(
-            "lightning_sparse: sparse_auto sums gradients in float32, as ddp does: so few parameters are sent at once."
-        )
+        rank_zero_info(f"{IN_FLOAT32}: so few parameters are sent at once.")
     active = ActiveAverager(ddp, parameters, config, groups, scaler, ranks)
     chooser = None if policy is None or alone else Chooser(policy, may_choose_local)
     if chooser:

@@ -31,6 +31,7 @@ from lightning_sparse.bench.compare.strategies import ADVISE
 from lightning_sparse.bench.compare.worker import QUIET
 from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.bench.output import ms, new_progress, new_table
+from lightning_sparse.checks import class_names
 from lightning_sparse.compressors import Dense
 from lightning_sparse.fusion.costs import RANKS, GroupCosts, Now
 from lightning_sparse.fusion.layer_fusion import is_worth_planning
@@ -51,6 +52,7 @@ SHARDED = (
 COUNTS = PassCounts(settling=3, beside=3, apart=2)  # steps of a model that trains alone
 STEPS = sum(COUNTS)
 TOO_SMALL = "nothing to advise: the model is too small to gain by sending less. Use plain DDP."
+OF_LBFGS = "nothing to advise: LBFGS may end far above the loss of ddp where gradients are compressed. Use plain DDP."
 STEPS_OF_DDP = 1000  # Whose loss others are expected to reach in so many seconds.
 MOST_STEPS = 100  # in which sparse_auto must have chosen
 AT_MOST = Auto.at_most or 0.0  # The part by which sparse_auto lets a loss be above ddp's by default.
@@ -100,7 +102,7 @@ def _measure(options: Advise) -> tuple[list[Advice], str]:
     dense, last = rounds
     assert last.run is not None
     if not last.run.advices:
-        raise ValueError(f"{TOO_SMALL} Or no rank could measure times.")
+        raise ValueError(f"{TOO_SMALL} Or its optimizer is LBFGS, or no rank could measure times.")
     ddp, alone, *others = (Advice(**each) for each in last.run.advices)
     ddp = replace(ddp, step_s=median(step.s for step in dense.timed), measured=True)
     if ddp.ranks != dense.hosts:
@@ -149,6 +151,8 @@ def _in_one_process(model: str, cluster: ClusterSpec) -> list[Advice]:
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not is_worth_planning(parameters):
         raise ValueError(TOO_SMALL)
+    if "LBFGS" in class_names(trainer.optimizers):
+        raise ValueError(OF_LBFGS)
     of_local_steps = not any(why_not_alone(optimizer) for optimizer in trainer.optimizers)
     candidates = [each for each in CANDIDATES if of_local_steps or not each.local_steps]
     gradients = profile.record.gradients()

@@ -3,6 +3,7 @@
 import random
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -278,3 +279,32 @@ def test_lbfgs_is_warned_of_where_gradients_are_compressed(ranks: Ranks) -> None
     in_float32, in_int4 = ranks.run(with_lbfgs, 2, gloo=True)[0]
     assert in_float32 == []
     assert len(in_int4) == 1
+
+
+def under_lbfgs(rank: int, size: int) -> list[Tensor]:
+    """Weights after some steps under plain DDP, and under sparse_auto, which nobody tells of the optimizer."""
+    weights = []
+    for is_sparse in (False, True):
+        torch.manual_seed(0)
+        model, own = nn.Linear(600, 500), torch.Generator().manual_seed(rank)
+        ddp = DistributedDataParallel(model)
+        hook = ls.SparseHook(ddp, "sparse_auto") if is_sparse else None
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+        def closure(x: Tensor, y: Tensor) -> Tensor:
+            optimizer.zero_grad()  # noqa: B023  # called at once
+            loss = nn.functional.mse_loss(ddp(x), y)  # noqa: B023
+            loss.backward()
+            return loss
+
+        for _ in range(12):
+            optimizer.step(partial(closure, *(torch.randn(8, n, generator=own) for n in (600, 500))))
+        weights.append(model.weight.detach().clone())
+        if hook:
+            hook.close()
+    return weights
+
+
+def test_with_lbfgs_sparse_auto_sums_as_ddp_does(ranks: Ranks) -> None:
+    for plain, ours in ranks.run(under_lbfgs, 2, gloo=True):
+        assert torch.equal(plain, ours)

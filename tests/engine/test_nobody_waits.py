@@ -1,5 +1,6 @@
-"""No step of a training waits for the device, but where ``docs/internals.md`` says so, and what its streams do to the same
-memory is ordered: on a fake device, of which nothing is known but shapes, every look at data and every access is noted.
+"""No step of a training waits for the device, but where ``docs/internals.md`` says so, and what its streams do to the
+same memory is ordered: on a fake device, of which nothing is known but shapes, every look at data and every access is
+noted.
 """
 
 import itertools
