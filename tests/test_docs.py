@@ -75,6 +75,11 @@ def test_configurations_are_yaml(page: Path) -> None:
 
 
 @every_page
+def test_no_line_is_taken_for_a_comment(page: Path) -> None:
+    assert not re.findall(r"^\s*%.*", page.read_text(), re.MULTILINE)
+
+
+@every_page
 def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)#\s]+)", page.read_text()):
         assert (page.parent / target).exists(), target
