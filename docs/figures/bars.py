@@ -78,7 +78,8 @@ def panel(axes: Axes, top: float, run: Run, cluster: str, strategies: Sequence[s
     steps = {name: run.step_s(cluster, name) for name in strategies}
     losses = {name: to_loss(run, cluster, name, loss) for name in strategies}
     given = run.environment.get("seconds") or max(row.in_all.seconds for row in run.reached[cluster].values())
-    axes.text(NAMES, top, link(cluster), fontweight="bold", va="center_baseline")
+    title = f"{run.workload}, {link(cluster)}"
+    axes.text(NAMES, top, title, fontweight="bold", va="center_baseline")
     s.write(axes, (STEP, top + 18), "ms a step", s.FAINT, s.SMALL)
     s.write(axes, (LOSS, top + 18), "" if loss is None else f"seconds to loss {loss:g}", s.FAINT, s.SMALL)
     longest = max((value for value in losses.values() if value < math.inf), default=given)
