@@ -197,6 +197,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "class Fed(Net):\n"
         "    def train_dataloader(self):\n"
         "        return Data().train_dataloader()\n"
+        "class Searching(Fed):\n"
+        "    def configure_optimizers(self):\n"
+        "        return torch.optim.LBFGS(self.parameters(), 0.01, max_iter=2)\n"
         "class Empty(Fed):\n"
         "    def __init__(self):\n"
         "        super().__init__()\n"
@@ -278,6 +281,8 @@ def test_one_host_is_none_to_send_to(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.programs
 def test_a_model_for_which_nothing_is_chosen_gets_no_advice(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["advise", "own_net:Searching", "--link", "4x1gbit"]) == 2
+    assert "nothing to advise: LBFGS may end far above the loss of ddp" in capsys.readouterr().err
     (own / "own.yaml").write_text(
         "model: {class_path: own_net.Net, init_args: {width: 60}}\ndata: {class_path: own_net.Data}\n"
     )
