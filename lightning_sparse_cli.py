@@ -149,7 +149,7 @@ class Advise(_OnCluster):
     """
 
     model: str = _option(f"{MODEL_FORMS}, or one of {', '.join(WORKLOADS)}")
-    link: str = _option("predict for a cluster such as 4x1gbit, of one rank a host", "", metavar="CLUSTER")
+    link: str = _option("predict for a cluster such as 4x1gbit, or 4x8x25gbit of 8 ranks a host", "", metavar="CLUSTER")
     emulate: str = _option(
         "build a cluster such as 4x1gbit or 2x4x1gbit, 2 hosts of 4 ranks, here (Linux)", "", metavar="CLUSTER"
     )

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Collection, Iterable, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
 from typing import Any, TypeGuard
@@ -18,7 +19,9 @@ def check_whole(name: str, value: object, least: int, advice: str = "") -> None:
 def check_one_of(name: str, value: object, allowed: Collection[str]) -> None:
     """Raise a ValueError unless ``value`` is one of the strings ``allowed``."""
     if not isinstance(value, str) or value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")
+        close = get_close_matches(str(value), allowed, n=1)
+        meant = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.{meant}")
 
 
 def check_density(compressor: object, density: float) -> None:

@@ -65,7 +65,7 @@ class SparseDDPStrategy(_Hooked[SparseHook], DDPStrategy):
         compressor: what averages, as for the Trainer's strategy; and so the others.
         fusion: which parameters travel together.
         wire_dtype: of values on the wire; None: as the compressor has it by default.
-        warmup_steps: dense steps first.
+        warmup_steps: steps in which all elements are sent first, in ``wire_dtype``.
         local_group: ranks that act as one.
         local_steps: H, optimizer steps of each rank between two averages of the same weight.
         exact: patterns of names of parameters that are summed in float32.
@@ -145,7 +145,7 @@ class SparseHSDPStrategy(OnMesh, _Hooked[ShardedHook], ModelParallelStrategy):
             ``fully_shard(..., mesh=mesh["shard"])`` of its parts and at last of itself.
         compressor: what averages, as for the Trainer's strategy; and so the others.
         wire_dtype: of values between nodes; None: as the compressor has it by default.
-        warmup_steps: dense steps first.
+        warmup_steps: steps in which all elements are sent first, in ``wire_dtype``.
         replicate_size: R; "auto": the nodes.
         shard_size: S; "auto": the devices of a node.
         local_steps: H, optimizer steps of each replica between two averages of the same weight.

@@ -52,7 +52,7 @@ class SparseHook:
             decide when gradients arrive.
         wire_dtype: of values on the wire: "float32", "bfloat16", "float16", "int8", "int4", "int2" or "sign"; rounding
             errors are carried over to the next step.  None: "int4" where elements are selected, else "float32".
-        warmup_steps: dense steps before the compressor starts.
+        warmup_steps: steps in which all elements are sent first, in ``wire_dtype``.
         scaler: the ``torch.amp.GradScaler`` that scales the loss, if there is one.
         local_steps: H, or :class:`LocalSteps`: exchange what the optimizers did, not gradients.
         bucket_bytes: of float32 gradient in a group with ``fusion="bucket"``.
@@ -152,10 +152,11 @@ class SparseHook:
         dropped.atexit = False
         alone = f"{counted(self.averager.size, self._member)}{self._of_what}"
         members = str(groups.members) if groups.local_size > 1 else alone
+        every = counted(options.local.steps, "local step") if options.local else ""
         rank_zero_info(
             f"lightning_sparse: {brief(options.compressor)} averages {sum(g.elements for g in self.averager.groups):,} "
             f"elements among {'all hosts that come' if options.hosts else members}"
-            f"{f', each once in {options.local.steps} local steps' if options.local and self.averager.local else ''}."
+            f"{f', each once in {every}' if options.local and self.averager.local else ''}."
         )
 
     def _watch(self, ddp: DistributedDataParallel) -> list[RemovableHandle]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 from difflib import get_close_matches
 from inspect import signature
 from typing import Any
@@ -77,7 +78,7 @@ class Options:
         default = "float32" if isinstance(self.compressor, Auto) else self.compressor.default_wire_dtype
         wire_dtype = default if self.wire_dtype is None else self.wire_dtype
         object.__setattr__(self, "wire_dtype", wire_format(wire_dtype).name)  # whichever of its names was given
-        check_whole("warmup_steps", self.warmup_steps, 0, "Give a number of dense steps, 0 for none.")
+        check_whole("warmup_steps", self.warmup_steps, 0, "Give a number of steps, 0 for none.")
         check_one_of("residuals", self.residuals, RESIDUALS)
         if self.local_group not in (AUTO, NODE):
             check_whole("local_group", self.local_group, 1, "Or give 'node' for the ranks of a machine; 1 for none.")
@@ -197,10 +198,11 @@ class Options:
         """
         check_trains(module)
         names = [uncompiled(name) for name, parameter in module.named_parameters() if parameter.requires_grad]
-        for pattern in self.exact:
+        fusion = () if isinstance(self.fusion, str) else self.fusion
+        for option, pattern in [*(("exact", each) for each in self.exact), *(("fusion", each) for each in fusion)]:
             if not any(matches(name, [pattern]) for name in names):
                 rank_zero_warn(
-                    f"lightning_sparse: no parameter that is trained has a name that matches {pattern!r} of exact; "
+                    f"lightning_sparse: no parameter that is trained has a name that matches {pattern!r} of {option}; "
                     f"one is called {names[0]!r}."
                 )
         others = {"find_unused_parameters": bool(unused), "a scaler": scaler is not None}
@@ -234,6 +236,12 @@ class Options:
         """
         _refuse_unsupported(kwargs)
         _refuse_unknown(kwargs, init, self.compressor)
+        timeout = kwargs.get("timeout")
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise ValueError(
+                f"timeout must be a datetime.timedelta; got {timeout!r}. Write timedelta(minutes=5), say, or '0:05:00' "
+                "in a config file."
+            )
         bucket_mb = kwargs.get("bucket_cap_mb")
         if bucket_mb is None:
             return self, {name: x for name, x in kwargs.items() if name != "bucket_cap_mb"}

@@ -113,6 +113,8 @@ def test_what_are_no_patterns_is_refused(given: Any) -> None:
 def one_rank(rank: int, size: int) -> None:
     with pytest.warns(UserWarning, match=r"that matches '\*nrom\*' of exact; one is called 'first.weight'"):
         ls.SparseHook(DistributedDataParallel(Net()), "micro", exact=["*bias", "*nrom*"]).close()
+    with pytest.warns(UserWarning, match=r"that matches '\*emb\*' of fusion; one is called 'first.weight'"):
+        ls.SparseHook(DistributedDataParallel(Net()), "micro", fusion=["*emb*", "*"]).close()
 
 
 def test_a_pattern_of_no_parameter_is_named(ranks: Ranks) -> None:

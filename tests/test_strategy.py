@@ -58,6 +58,8 @@ for trainer, strategy in mixed:
     [
         ({"compressor": "gzip"}, "compressor must be one of skip_reduce, "),
         ({"fusion": "all"}, "fusion must be one of layer, bucket, none, or a list of patterns; got 'all'"),
+        ({"residuals": "per-rank"}, "none; got 'per-rank'. Did you mean 'per_rank'?"),
+        ({"timeout": 300}, "timeout must be a datetime.timedelta; got 300. Write timedelta(minutes=5), say"),
         ({"residuals": "all"}, "residuals must be one of per_rank, mean, none; got 'all'."),
         ({"skip_all_reduce_unused_params": True}, "skip_all_reduce_unused_params=True is not supported"),
         ({"ddp_comm_hook": fp16_compress_hook}, "ddp_comm_hook cannot be combined with a compressor"),

@@ -302,7 +302,7 @@ def _dense_if_alone(config: AveragingConfig, size: int, is_sharded: bool) -> Ave
     if not same(config.compressor, alone.compressor) or config.local is not local:
         rank_zero_warn(
             "There is one rank, node or replica, and nobody to send to: every step updates all elements, as under ddp, "
-            "whatever the compressor and local_steps. Start more, or use strategy='auto'."
+            "whatever the compressor and local_steps. Start more, or use Lightning's strategy='auto'."
         )
     return alone
 

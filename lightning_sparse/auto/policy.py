@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from lightning_sparse.checks import check_whole, checked_patterns, is_list, is_number
-from lightning_sparse.compressors import COMPRESSORS, Compressor, Dense, ExactFor
+from lightning_sparse.compressors import COMPRESSORS, Compressor, Dense, ExactFor, MiCRO
 from lightning_sparse.compressors import by_name as compressor_by_name
 from lightning_sparse.compressors.base import check_settings
 from lightning_sparse.compressors.wrappers import exact_for, rounded
@@ -15,7 +15,8 @@ from lightning_sparse.wire import wire_format
 
 def _check_compressor(what: str, given: object) -> None:
     if not isinstance(given, Compressor):
-        raise ValueError(f"{what}: {given!r} is not a compressor to choose; give one such as MiCRO().")
+        known = COMPRESSORS[given].__name__ if isinstance(given, str) and given in COMPRESSORS else MiCRO.__name__
+        raise ValueError(f"{what}: {given!r} is not a compressor to choose; give an instance, such as {known}().")
     check_settings(given)
 
 

@@ -78,7 +78,7 @@ class TuningLoop:
         self.chooser = None
         self.active.to_full_sums()
         self._start()
-        rank_zero_info(f"{IN_FLOAT32}: LBFGS may end far from there with any others.")
+        rank_zero_info(f"{IN_FLOAT32}: with other sums LBFGS may end at another loss.")
 
     @property
     def _at_work_now(self) -> Compressor | None:

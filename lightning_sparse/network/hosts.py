@@ -200,7 +200,7 @@ def _import_torchft() -> Any:
         import torchft
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f'elastic trainings need torchft; {error}. Install it: pip install "lightning_sparse[elastic]"'
+            f'elastic trainings need torchft; {error}. In a checkout of this project: pip install ".[elastic]"'
         ) from None
     logger = logging.getLogger("torchft")
     if logger.level == logging.NOTSET:

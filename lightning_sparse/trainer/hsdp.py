@@ -227,7 +227,7 @@ class SparseHSDPStrategy(HSDPMixin, ModelParallelStrategy):
         compressor: a name in ``COMPRESSORS``, for its defaults, an instance such as ``MiCRO(density=0.05)``, or
             ``sparse_auto``, which chooses among averaged gradients.
         wire_dtype: of values between nodes, as for ``SparseDDPStrategy``.
-        warmup_steps: dense steps before the compressor starts.
+        warmup_steps: steps in which all elements are sent first, in ``wire_dtype``.
         residuals: what a checkpoint keeps of what was not yet sent: "per_rank", "mean" over replicas, "none".
         replicate_size: R; "auto": the nodes.
         shard_size: S; "auto": the devices of a node.

@@ -253,7 +253,8 @@ class SparseMixin(AveragingMixin, _Base):
             return
         self._size_reported = True
         figure = (
-            f"residuals (the gradient not yet sent, residuals={self.options.residuals!r}) add {nbytes / 2**20:,.1f} MiB"
+            f"residuals (what each rank keeps for itself, residuals={self.options.residuals!r}) add "
+            f"{nbytes / 2**20:,.1f} MiB"
         )
         if nbytes > LARGE_BYTES:
             rank_zero_warn(
@@ -313,7 +314,7 @@ class SparseDDPStrategy(SparseMixin, DDPStrategy):
             one group a layer; or a list with a shell-style pattern of parameter names for each group.
         wire_dtype: of values on the wire: "float32", "bfloat16", "float16", "int8", "int4", "int2" or "sign"; rounding
             errors are carried over to the next step.  None: "int4" where elements are selected, else "float32".
-        warmup_steps: dense steps before the compressor starts.
+        warmup_steps: steps in which all elements are sent first, in ``wire_dtype``.
         residuals: what a checkpoint keeps of the gradient not yet sent.  "per_rank": all of it, to resume bit for bit
             on the same number of ranks; "mean": one mean over the ranks; "none".
         local_group: ranks that share a fast link and are one member: what they do together is exact, each sends a slice

@@ -365,7 +365,7 @@ def test_local_steps_are_candidates_only_where_their_average_is_shown() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ls.Candidate("micro"), "'micro' is not a compressor to choose"),  # type: ignore[arg-type]
+        (lambda: ls.Candidate("micro"), "'micro' is not a compressor to choose; give an instance, such as MiCRO()"),  # type: ignore[arg-type]
         (lambda: ls.Candidate(ls.MiCRO(), "int3"), "int3"),
         (lambda: ls.Candidate(ls.MiCRO(), local_steps=-1), "local_steps must be"),
         (lambda: ls.SparseDDPStrategy("sparse_auto", wire_dtype="int8"), "cannot be combined with sparse_auto"),
