@@ -101,7 +101,7 @@ def _float64(x: float | Tensor) -> Tensor:
 LESS = {"density": ("a lower density", 0), "skip": ("a higher skip", 1), "rank": ("a lower rank", 1)}
 SHORTEST = ("sign", "int2")  # formats on the wire
 KEEP = "Keep these settings"
-LESS_OFTEN = "Exchange less often, with larger batches or accumulate_grad_batches"
+LESS_OFTEN = "Use larger batches or accumulate_grad_batches, to exchange less often"
 LESS_WORK = "Compress with less work, as 'sparse_dense' with wire_dtype='int4' does"
 NO_FORMAT = "Compress with less work, as wire_dtype='float32' does"
 #: For a strategy that chooses by itself: where the network is no bottleneck; where it is, and also where gradients wait

@@ -232,7 +232,7 @@ WAYS: list[tuple[Any, str]] = [
     (ls.SparseDDPStrategy("skip_reduce"), f"Send less (a higher skip, a shorter wire_dtype, local_steps){OR_AUTO}"),
     (ls.SparseDDPStrategy("low_rank"), f"Send less (a lower rank, a shorter wire_dtype, local_steps){OR_AUTO}"),
     (ls.SparseDDPStrategy("sparse_dense"), f"Send less (a shorter wire_dtype, local_steps){OR_AUTO}"),
-    (ls.SparseDDPStrategy("sparse_auto"), "Exchange less often, with larger batches or accumulate_grad_batches:"),
+    (ls.SparseDDPStrategy("sparse_auto"), "Use larger batches or accumulate_grad_batches, to exchange less often:"),
     *(
         (ls.SparseDDPStrategy(name), f"Send less (a lower density, local_steps){OR_AUTO}")
         for name in ("micro", "importance", "sketch_fusion", "ok_topk", "sparse_topk", "sparse_random_k")
@@ -266,13 +266,13 @@ def test_nothing_is_advised_that_the_strategy_does_not_have(strategy: Any, less:
             "Keep these settings, or send more",
             "Compress with less work, as 'sparse_dense'",
         ),
-        (ls.SparseDDPStrategy("sparse_dense"), "Keep these settings: ", "Exchange less often"),
+        (ls.SparseDDPStrategy("sparse_dense"), "Keep these settings: ", "Use larger batches"),
         (
             ls.SparseDDPStrategy("sparse_dense", wire_dtype="int4"),
             "Keep these settings, or",
             "Compress .*='float32' does",
         ),
-        (ls.SparseDDPStrategy("sparse_auto"), "Keep these settings: ", "Exchange less often"),
+        (ls.SparseDDPStrategy("sparse_auto"), "Keep these settings: ", "Use larger batches"),
     ],
     ids=range(4),
 )
