@@ -305,7 +305,9 @@ def test_who_dies_before_it_connects_is_waited_for_no_longer_than_for_a_message(
 
 def test_without_torchft_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchft", None)
-    with pytest.raises(ModuleNotFoundError, match=r'In a checkout of this project: pip install "\.\[elastic\]"') as raised:
+    with pytest.raises(
+        ModuleNotFoundError, match=r"In a checkout of this project: pip install .\.\[elastic\]"
+    ) as raised:
         Hosts(ls.Elastic(lighthouse="http://localhost:1"), dict)
     assert "\n" not in str(raised.value)
 
