@@ -152,11 +152,12 @@ class SparseHook:
         dropped.atexit = False
         alone = f"{counted(self.averager.size, self._member)}{self._of_what}"
         members = str(groups.members) if groups.local_size > 1 else alone
-        every = counted(options.local.steps, "local step") if options.local else ""
+        local = options.local if self.averager.local else None
+        turns = f", each once in {counted(local.steps, 'local step')}" if local else ""
         rank_zero_info(
             f"lightning_sparse: {brief(options.compressor)} averages {sum(g.elements for g in self.averager.groups):,} "
             f"elements among {'all hosts that come' if options.hosts else members}"
-            f"{f', each once in {every}' if options.local and self.averager.local else ''}."
+            f"{turns}."
         )
 
     def _watch(self, ddp: DistributedDataParallel) -> list[RemovableHandle]:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
+from lightning_sparse.auto import active_averager
 from lightning_sparse.bench.cluster import unavailable_reason
 from tests.support.fuzz import TRIES
 from tests.support.processes import Ranks
@@ -56,3 +57,8 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def compress_alone(patch: pytest.MonkeyPatch) -> None:
+    """Let compressors and local steps work in ``one_rank`` too, though there is nobody to send to."""
+    patch.setattr(active_averager, "_dense_if_alone", lambda config, *_, **__: config)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_sparse.auto.policy import Candidate
 from lightning_sparse.checkpoint.rank_local import in_order, set_tensors, tensors_everywhere
-from lightning_sparse.checks import class_names, uncompiled
+from lightning_sparse.checks import uncompiled
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.elastic.averager import ElasticAverager
 from lightning_sparse.elastic.membership import LAYERS
@@ -40,7 +40,7 @@ from lightning_sparse.fusion.steps import Times
 from lightning_sparse.gradients.averager import GradientAverager
 from lightning_sparse.local_steps.averager import LocalAverager
 from lightning_sparse.local_steps.buffers import ModuleBuffers
-from lightning_sparse.local_steps.optimizers import Optimizers
+from lightning_sparse.local_steps.optimizers import Optimizers, need_full_sums
 from lightning_sparse.local_steps.settings import LocalSteps
 from lightning_sparse.local_steps.untrained import untrained_of
 from lightning_sparse.network.agreement import described, versions
@@ -174,17 +174,12 @@ class ActiveAverager:
         groups = apart(self._names, pieces)
         self.averager.regroup(make_groups(self.parameters, self.config.compressor, groups, self.averager.cut))
 
-    @property
-    def needs_full_sums(self) -> bool:
-        """Whether an optimizer goes astray with means that are not those of this step's gradients."""
-        return "LBFGS" in class_names(self.optimizers.seen)
-
     def _warn_of_lbfgs(self) -> None:
         averager = self.averager
         if self._said_lbfgs or self.config.local is not None or averager.size == 1:
             return
         is_exact = all(isinstance(c, Dense) for c in averager.compressors)
-        if not is_exact and self.needs_full_sums:
+        if not is_exact and need_full_sums(self.optimizers.seen):
             self._said_lbfgs = True
             rank_zero_warn(
                 "LBFGS may end far above the loss of ddp where gradients are compressed: it was 916 % with int4 and "

@@ -15,8 +15,8 @@ from lightning_sparse.wire import wire_format
 
 def _check_compressor(what: str, given: object) -> None:
     if not isinstance(given, Compressor):
-        known = COMPRESSORS[given].__name__ if isinstance(given, str) and given in COMPRESSORS else MiCRO.__name__
-        raise ValueError(f"{what}: {given!r} is not a compressor to choose; give an instance, such as {known}().")
+        example = COMPRESSORS.get(str(given), MiCRO).__name__
+        raise ValueError(f"{what}: {given!r} is not a compressor to choose; give an instance, such as {example}().")
     check_settings(given)
 
 

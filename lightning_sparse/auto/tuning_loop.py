@@ -18,7 +18,7 @@ from lightning_sparse.checks import is_list, is_number
 from lightning_sparse.compressors import Compressor, Dense
 from lightning_sparse.fusion.layer_fusion import is_worth_planning
 from lightning_sparse.fusion.steps import BetweenSteps, Times
-from lightning_sparse.local_steps.optimizers import why_not_alone
+from lightning_sparse.local_steps.optimizers import need_full_sums, why_not_alone
 from lightning_sparse.network.comm import Comm
 from lightning_sparse.network.costs import Link
 from lightning_sparse.network.process_groups import ProcessGroups
@@ -54,7 +54,7 @@ class TuningLoop:
         local = active.averager.local
         if local is None or not local.is_half_made:
             active.averager.settle()
-            if self.chooser and active.needs_full_sums:
+            if self.chooser and need_full_sums(active.optimizers.seen):
                 self._sum_in_full()
             active.group_by_optimizer()
             if active.averager.steps != self._seen:  # else gradients are being accumulated

@@ -31,14 +31,13 @@ from lightning_sparse.bench.compare.strategies import ADVISE
 from lightning_sparse.bench.compare.worker import QUIET
 from lightning_sparse.bench.compare.workloads import workload_named
 from lightning_sparse.bench.output import ms, new_progress, new_table
-from lightning_sparse.checks import class_names
 from lightning_sparse.compressors import Dense
 from lightning_sparse.fusion.costs import RANKS, GroupCosts, Now
 from lightning_sparse.fusion.layer_fusion import is_worth_planning
 from lightning_sparse.fusion.planner import Measured
 from lightning_sparse.fusion.steps import BetweenSteps, PassCounts, measure_steps
 from lightning_sparse.gradients.averager import GradientAverager
-from lightning_sparse.local_steps.optimizers import why_not_alone
+from lightning_sparse.local_steps.optimizers import need_full_sums, why_not_alone
 from lightning_sparse.monitor.tables import human_bytes
 from lightning_sparse.network.costs import Inside, Link
 from lightning_sparse.settings import counted
@@ -151,7 +150,7 @@ def _in_one_process(model: str, cluster: ClusterSpec) -> list[Advice]:
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not is_worth_planning(parameters):
         raise ValueError(TOO_SMALL)
-    if "LBFGS" in class_names(trainer.optimizers):
+    if need_full_sums(trainer.optimizers):
         raise ValueError(OF_LBFGS)
     of_local_steps = not any(why_not_alone(optimizer) for optimizer in trainer.optimizers)
     candidates = [each for each in CANDIDATES if of_local_steps or not each.local_steps]

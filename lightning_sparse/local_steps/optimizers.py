@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from lightning_sparse.checks import is_number
+from lightning_sparse.checks import class_names, is_number
 from lightning_sparse.engine.averager import Averager, LocalState
 from lightning_sparse.engine.groups import NOT_TRAINED
 
@@ -144,6 +144,11 @@ def why_not_alone(optimizer: Optimizer) -> str:
     known = next((NOT_ALONE[kind.__name__] for kind in kinds if kind.__name__ in NOT_ALONE), "")
     has_modes = all(callable(getattr(optimizer, mode, None)) for mode in ("train", "eval"))  # schedule-free ones
     return known or (HAS_MODES if has_modes else "")
+
+
+def need_full_sums(optimizers: Iterable[Optimizer]) -> bool:
+    """Whether one of them goes astray with means that are not those of this step's gradients."""
+    return "LBFGS" in class_names(optimizers)
 
 
 class Rates:

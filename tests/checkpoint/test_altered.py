@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.auto import active_averager
 from lightning_sparse.checkpoint.state import KEY, State
+from tests.conftest import compress_alone
 from tests.support.fuzz import TRIES, fuzzed
 from tests.support.models import small, unsent
 from tests.support.said import warned
@@ -65,9 +65,7 @@ TRAININGS = {"micro": ls.MiCRO(density=0.05), "momentum": ls.MomentumCorrection(
 @pytest.fixture(scope="module", params=list(TRAININGS))
 def trained(request: pytest.FixtureRequest, one_rank: None) -> Iterator[Trained]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            active_averager, "_dense_if_alone", lambda config, *_, **__: config
-        )  # so that it has memories to keep
+        compress_alone(patch)  # so that it has memories to keep
         training = Trained(TRAININGS[request.param])
     yield training
     training.hook.close()

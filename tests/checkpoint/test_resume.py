@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.auto import active_averager
 from lightning_sparse.checkpoint.state import KEY, State
+from tests.conftest import compress_alone
 from tests.support.models import unsent
 from tests.support.said import refusal, warned
 
@@ -30,8 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 @pytest.fixture(autouse=True)
 def _not_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the compressor work though there is nobody to send to."""
-    monkeypatch.setattr(active_averager, "_dense_if_alone", lambda config, *_, **__: config)
+    compress_alone(monkeypatch)
 
 
 class Two(nn.Module):

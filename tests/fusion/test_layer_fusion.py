@@ -75,7 +75,6 @@ class Training:
         )
         active.group_by_optimizer, active.numbers = lambda *_: None, {}
         active.optimizers, active.usual, active.link = SimpleNamespace(seen=[], unscale=lambda: None), None, None
-        active.needs_full_sums = False
         choosing = Chooser(options.policy, local=False) if options.policy else None
         self.course = TuningLoop(active, choosing, warmup_steps)
         self.backwards = backwards

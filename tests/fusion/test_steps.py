@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_sparse as ls
-from lightning_sparse.auto import active_averager
 from lightning_sparse.fusion import steps
 from lightning_sparse.fusion.steps import (
     BetweenSteps,
@@ -25,6 +24,7 @@ from lightning_sparse.fusion.steps import (
     until_changed,
 )
 from lightning_sparse.network.costs import Link
+from tests.conftest import compress_alone
 
 T = TypeVar("T")
 
@@ -169,7 +169,7 @@ def test_an_evaluation_is_noticed_where_the_forward_is_within_the_optimizers_ste
     local_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in Lightning, whose optimizers are given a closure."""
-    monkeypatch.setattr(active_averager, "_dense_if_alone", lambda config, *_, **__: config)
+    compress_alone(monkeypatch)
     ddp = DistributedDataParallel(nn.Linear(2, 1))
     hook = ls.SparseHook(ddp, "sparse_dense", fusion="bucket", local_steps=local_steps)
     optimizer, seen = torch.optim.SGD(ddp.parameters(), lr=0.1), []
